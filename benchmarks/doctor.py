@@ -123,7 +123,7 @@ def tree(case: int | None, folder: Path) -> dict[str, Any]:
 
 def make(folder: Path) -> dict[str, Any]:
     """Models, tokenizer, rows and reward of all cases."""
-    from lightrft.models.loading.from_pretrained import save_model
+    from lightrft.models.loading.save_model import save_model
     from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer("".join(chr(0x4E00 + i) for i in range(LETTERS)))

@@ -278,7 +278,7 @@ def rows_of_pictures(folder: Path) -> list[Tree]:
 
 def make(folder: Path) -> None:
     """Models, rows and reward of all cases."""
-    from lightrft.models.loading.from_pretrained import save_model
+    from lightrft.models.loading.save_model import save_model
     from lightrft.models.tiny import save_tiny_media
     from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
     from lightrft.models.tiny.text_families import family_model

@@ -28,7 +28,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
 CHOICES = ["2", "13", " five"]

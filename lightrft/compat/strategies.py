@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.strategy import OptimizerConfig
 from lightrft.config.strategy import StrategyConfig as PlacementConfig
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.strategy.base import StepInfo, TrainState
 from lightrft.utils.atomic_files import whole_folder, write_json
 from lightrft.utils.device_transfer import release_cached_memory

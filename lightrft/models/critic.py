@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Backbone, HiddenStates
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.reward.heads import WideLinear, draw_value_weights
 from lightrft.models.reward.other_layouts import read_other_form

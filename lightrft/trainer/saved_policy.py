@@ -15,8 +15,9 @@ from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.export_check import check_export, probe_logits
-from lightrft.models.loading.from_pretrained import Saved as Writes
-from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.save_model import Saved as Writes
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor
 from lightrft.models.training_mode import evaluation_mode
 from lightrft.strategy.checkpoint import CheckpointStore

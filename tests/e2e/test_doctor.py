@@ -19,7 +19,7 @@ from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_mod
 from lightrft.diagnostics.doctor_parts import server as doctor_server
 from lightrft.engines.http import HTTPEngine
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import Separator

@@ -16,7 +16,8 @@ import pytest
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
-from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media

@@ -19,7 +19,7 @@ from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.adapter_folder import BASE_FILE
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import Separator
 from lightrft.models.reward.reward_model import RewardModel

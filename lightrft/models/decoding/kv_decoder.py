@@ -37,7 +37,7 @@ from lightrft.models.decoding.static_step import (
 )
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
-from lightrft.models.loading.from_pretrained import end_list
+from lightrft.models.loading.save_model import end_list
 from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
 from lightrft.models.multimodal.merge_inputs import media_token_ids, merge_multimodal_inputs

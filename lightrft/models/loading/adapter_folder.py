@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.loading.adapter_base import SavedAdapters, saved_adapters
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.models.loading.packaged import packaged_path
 from lightrft.models.lora import share_configs
 from lightrft.observability.input_digests import digest_of
 from lightrft.utils.atomic_files import write_json
@@ -112,7 +113,7 @@ def weight_files(where: str, name: str, revision: str | None = None) -> list[str
 
 def base_digest(base: ModelConfig) -> str | None:
     """Return a digest of config and weights of ``base``; ``None`` if there are no such files."""
-    where = str(Path(base.path).expanduser())
+    where = str(packaged_path(base.path) or Path(base.path).expanduser())
     try:
         files = weight_files(where, base.path, base.revision)
         config = cached_file(where, "config.json", revision=base.revision)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,16 +24,17 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, check_members, family_of
 from lightrft.models.loading.adapter_base import base_of, saved_adapters
-from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters, write_base
+from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
+from lightrft.models.loading.gguf_file import write_gguf_as_folder
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
-from lightrft.models.loading.older_readers import add_older_names
-from lightrft.models.lora import is_adapted, merged_model
+from lightrft.models.loading.packaged import packaged_folder
+from lightrft.models.loading.save_model import end_list
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, is_selected
-from lightrft.models.multimodal.tower_attention import join_segments, kept_implementations
+from lightrft.models.multimodal.tower_attention import join_segments
 from lightrft.models.onednn.layers import use_onednn
-from lightrft.utils.atomic_files import is_gguf, looks_like_path, nearest_name, write_json
+from lightrft.utils.atomic_files import is_gguf, looks_like_path, nearest_name
 from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ModelError, first_line, install_extra
 
@@ -198,13 +197,18 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
 def where_of(config: ModelConfig) -> str:
     """Return the folder or hub name of the weights of ``config.path``.
 
-    It is that of the base for a folder of adapters. Raises ``ModelError`` for a path that can be
-    neither.
+    It is that of the base for a folder of adapters, and a folder in the cache for a packaged model.
+
+    Raises:
+        ConfigError: The model is packaged, and a package that it needs is not installed.
+        ModelError: The path can be neither.
     """
     if not config.path:
         raise ModelError("model.path is not set: give a Hugging Face folder or name")
     path = base_of(config).path
     folder = Path(path).expanduser()
+    if not folder.exists() and (packaged := packaged_folder(path, write_gguf_as_folder)):
+        return str(packaged)
     is_folder = folder.is_dir()
     if is_folder and (folder / "config.json").is_file():
         return str(folder)
@@ -433,72 +437,6 @@ def _template(text: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-class Saved(Protocol):
-    """An object that writes its files next to a model's weights."""
-
-    def save(self, path: str | Path, /) -> None: ...
-
-
-def save_model(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
-    path: str | Path,
-    *,
-    processor: Saved | None = None,
-    merge: bool = True,
-) -> None:
-    """Write a folder that ``from_pretrained`` loads.
-
-    Args:
-        model: A transformers or peft model, or an actor.
-        tokenizer: Written too, unless ``None``.
-        path: The folder.
-        processor: Written too, unless ``None``.
-        merge: Add adapters into the written weights, not into the model in memory. If ``False``,
-            write only the adapters.
-    """
-    # an actor holds its transformers or peft model in ``model``
-    inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
-    is_tied = None
-    with suppress_hf_warnings(local=True):
-        if is_adapted(inner) and not merge:
-            inner.save_pretrained(str(path))
-            own = inner.get_base_model().config
-            commit = vars(own).get("_commit_hash")
-            write_base(Path(path), ModelConfig(path=own.name_or_path, revision=commit))
-        else:
-            whole = merged_model(inner) if is_adapted(inner) else inner
-            with kept_implementations(whole):
-                whole.save_pretrained(str(path))
-            is_tied = _is_tied(whole)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(path))
-
-        write_ends(Path(path), tokenizer)
-
-    add_older_names(Path(path), is_tied=is_tied)
-
-    if processor is not None:
-        processor.save(path)
-
-
-def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the ends of turns of the chat template to ``generation_config.json`` of a model folder.
-
-    Other programs then end a response where the model learned to end it. A folder without this file
-    stays as it is.
-    """
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    ends = end_list(fields.get("eos_token_id")) or end_list(tokenizer.eos_token_id)
-    missing = [end for end in turn_ends(tokenizer).ids if end not in ends]
-    if missing:
-        fields["eos_token_id"] = [*ends, *missing]
-        write_json(file, fields)
-
-
 def config_ends(config: ModelConfig) -> list[int]:
     """Return the end tokens that the configs of the model name, without loading it.
 
@@ -511,22 +449,3 @@ def config_ends(config: ModelConfig) -> list[int]:
         sources.append(GenerationConfig.from_pretrained(where_of(config), revision=revision))
     found = [end for source in sources for end in end_list(source.eos_token_id)]
     return list(dict.fromkeys(found))
-
-
-def end_list(eos: int | Iterable[int] | None) -> list[int]:
-    """Return the end tokens of a field ``eos_token_id``, which is one token, several or none."""
-    if eos is None:
-        return []
-    return [eos] if isinstance(eos, int) else list(eos)
-
-
-def _is_tied(model: PreTrainedModel) -> bool | None:
-    """Return whether the output head is the embeddings; ``None`` for a model without one."""
-    try:
-        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    except NotImplementedError:
-        # A model of several language models, such as one that can speak, names no embeddings.
-        return None
-    if head is None or embeddings is None:
-        return None
-    return head.weight is embeddings.weight

@@ -34,10 +34,10 @@ from lightrft.models.loading.from_pretrained import (
     has_tokenizer,
     load_model,
     model_settings,
-    save_model,
     where_of,
 )
 from lightrft.models.loading.hf_logging import BROKEN
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import (
     Source,
     StoredTensor,

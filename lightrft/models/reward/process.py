@@ -17,7 +17,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig, StepHeadKind
 from lightrft.models.actor import Backbone
 from lightrft.models.families import head_transform
-from lightrft.models.loading.from_pretrained import Saved, save_model
+from lightrft.models.loading.save_model import Saved, save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.logprobs import transform_logits, wide
 from lightrft.models.reward.heads import WideLinear, draw_value_weights

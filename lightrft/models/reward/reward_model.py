@@ -17,7 +17,7 @@ from lightrft.config.reward_model import RewardModelConfig
 from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.ulysses import Row, SequencePart
-from lightrft.models.loading.from_pretrained import Saved, save_model
+from lightrft.models.loading.save_model import Saved, save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.logprobs import wide
 from lightrft.models.lora import is_adapted

@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lightrft.models.families import family_of
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny import audio, gemma, own, qwen, smolvlm, tiles
 from lightrft.models.tiny.spec import Fields, Tiny
 from lightrft.models.tiny.text import PRINTABLE, tiny_tokenizer

@@ -22,7 +22,7 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading.export_check import folder_logits
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media, tiny_media_tokenizer
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_model

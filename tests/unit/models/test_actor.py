@@ -8,7 +8,8 @@ from lightrft.models.attention import interface
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.models.critic import Critic
 from lightrft.models.families import family_of
-from lightrft.models.loading.from_pretrained import load_model, save_model
+from lightrft.models.loading.from_pretrained import load_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.lora import apply_lora_configuration, can_merge, linear_modules, merged_state
 from lightrft.models.tiny.text import FAMILIES, tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model

@@ -6,7 +6,7 @@ import torch
 
 import lightrft.models as models
 from lightrft.models import ActorLanguage, ActorModality, ActorText, CriticLanguage, utils
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import small_model

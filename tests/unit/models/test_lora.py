@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.families import FAMILIES
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.lora import merged_model
 from lightrft.models.tiny.text_families import family_model

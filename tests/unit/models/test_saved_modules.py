@@ -16,8 +16,8 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.engines.sending.merged_adapters import merged
 from lightrft.models.actor import Actor
-from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.lora import merged_state, saved_modules, untied_modules
 from lightrft.models.tiny.text_families import family_model
 from lightrft.strategy.base import TrainState

@@ -12,7 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.unit.strategy import fsdp2_work

@@ -22,10 +22,10 @@ from lightrft.models.loading.from_pretrained import (
     load_model,
     load_tokenizer,
     model_settings,
-    save_model,
     where_of,
 )
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.lora import adapter_dropout
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import save_tiny_media

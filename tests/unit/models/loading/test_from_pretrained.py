@@ -10,10 +10,10 @@ from lightrft.models.loading.from_pretrained import (
     config_ends,
     load_model,
     load_tokenizer,
-    save_model,
     where_of,
 )
 from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
 from tests.unit.datasets.published_templates import PUBLISHED

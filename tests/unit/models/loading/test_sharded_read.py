@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError

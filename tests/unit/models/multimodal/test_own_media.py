@@ -14,7 +14,8 @@ from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
-from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.multimodal.derived import AXIS, SHAPE, _joined
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.multimodal.towers import in_dtype

@@ -15,7 +15,8 @@ from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.models.attention.layouts import pack
-from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, save_model
+from lightrft.models.loading.from_pretrained import load_model, load_tokenizer
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, qwen, save_tiny_media, tiles

@@ -17,7 +17,8 @@ from lightrft.config.data import DataConfig, MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.verbs import ExportConfig, SFTConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media, tiny_tokenizer
 from lightrft.trainer.saved_policy import run_export

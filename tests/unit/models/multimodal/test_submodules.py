@@ -13,7 +13,7 @@ from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.families import family_of
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.lora import apply_lora_configuration, target_modules
 from lightrft.models.multimodal.equal_towers import has_constant_towers
 from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs

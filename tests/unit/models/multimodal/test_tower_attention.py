@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.loading.from_pretrained import load_model, save_model
+from lightrft.models.loading.from_pretrained import load_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.multimodal.tower_attention import NAME, attend_within_segments
 from lightrft.models.tiny import save_tiny_media
 

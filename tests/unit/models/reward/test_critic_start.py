@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.models.critic import Critic
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.other_layouts import save_as_classifier
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_tokenizer

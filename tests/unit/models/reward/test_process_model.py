@@ -17,7 +17,7 @@ from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.models.actor import Actor
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.process import ProcessRewardModel, separator_places
 from lightrft.models.reward.process_form import Separator
 from lightrft.models.tiny.text import tiny_tokenizer

@@ -18,7 +18,7 @@ from lightrft.distributed.process_group import (
     ProcessGroup,
     init_process_group,
 )
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.strategy.deepspeed import DeepSpeedStrategy

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.model import LoRAConfig, ModelConfig
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import HEADS_FILE, SETTINGS_FILE
 from lightrft.models.tiny.text import tiny_tokenizer

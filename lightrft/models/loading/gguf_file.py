@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.models.loading.export_check import check_export, probe_logits
-from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.models.loading.save_model import save_model
 from lightrft.utils.errors import ConfigError, ModelError, install_extra, whole_message
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -27,7 +27,7 @@ def write_gguf_as_folder(path: str, folder: Path) -> str:
 
     Args:
         path: The file. It may have any quantization and architecture that transformers reads.
-        folder: The folder. It must not exist.
+        folder: The folder. It is empty, or does not exist.
 
     Raises:
         ConfigError: The package gguf is not installed.
