@@ -137,6 +137,7 @@ _OWN_MEDIA = {
     "deepseek_vl": _OWN,
     "deepseek_vl_hybrid": _OWN,
     "ernie4_5_vl_moe": derived.Own(marks=("image_start_token_id", "image_end_token_id")),
+    "audioflamingo3": _OWN,
     "exaone4_5": _OWN,
     "gemma4": _OWN,
     "glm46v": _OWN,

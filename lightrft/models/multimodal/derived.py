@@ -80,8 +80,8 @@ def loader_of(model_type: str) -> str:
 
     Raises ``ModelError`` if the installed transformers has none.
     """
-    for table in ("MODEL_FOR_MULTIMODAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"):
-        names = getattr(modeling_auto, f"{table}_MAPPING_NAMES", {})
+    for table in ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {})
         if model_type in names:
             return names[model_type]
     raise ModelError(

@@ -240,6 +240,9 @@ def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) ->
     alone = [_call(processor, kind, written, [item]) for item in tried]
     joint = _joint_outputs(processor, kind, written, tried)
     rules = _rules(processor, names, [made for _, made in alone], joint)
+    if kind != "image" and "flat" in rules.values():
+        # Features are computed item by item, and an item may have several rows: store its shape.
+        rules = {name: "flat" if rule == "rows" else rule for name, rule in rules.items()}
     return OwnPart(
         processor,
         kind,

@@ -232,6 +232,13 @@ _ROWS: dict[str, _Row] = {
             "output_proj_dims": 32,
         },
     ),
+    "audioflamingo3": _Row(
+        {"audio_token": "<sound>"},
+        "",
+        sound="<sound>",
+        picture={"chunk_length": 2},
+        vision={"num_mel_bins": 16, "max_source_positions": 100},
+    ),
     "glmasr": _Row(
         {"audio_token": "<|pad|>"},
         "",
