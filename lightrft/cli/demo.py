@@ -1,4 +1,4 @@
-"""The verb ``lightrft demo [preference | vision | audio]``."""
+"""The verb ``lightrft demo`` and its kinds."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ DEMOS = {
     "vision": "a vision-language model learns to read handwritten digits",
     "preference": "a language model learns from pairs of right and wrong solutions",
     "audio": "an audio-language model learns to recognise spoken digits",
+    "real": "SmolLM2-135M-Instruct learns to answer sums by the number alone",
     "reward": "reward models learn to judge readings of digits, and policies learn from them",
 }
 """Task of each demo, by name. The first is the default. Each has a settings file in this folder."""

@@ -674,13 +674,19 @@ class LearnedRewardConfig(StartModelConfig):
 
 
 class DemoConfig(StartModelConfig):
-    """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl`` or ``dpo``.
-    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``."""
+    """The settings of ``lightrft demo``: a start model, then ``sft`` or ``iterate``, then ``rl`` or
+    ``dpo``. Both phases run in folders below ``run.dir``/``run.name`` and take their seed from
+    ``run``."""
 
     run: RunConfig = RunConfig(name="demo")
     """Run folder and start of the demo."""
+    start: str | None = None
+    """Start model: what ``model.path`` may be. ``null`` makes a tiny one with random weights, of
+    the settings ``family``, ``model``, ``tower`` and ``processor``."""
     sft: SFTConfig = SFTConfig()
     """Warm-up by supervised training."""
+    iterate: IterateConfig | None = None
+    """Warm-up by rounds of generation and training, instead of ``sft``; ``null`` runs ``sft``."""
     rl: RLConfig = RLConfig()
     """Reinforcement learning after it."""
     dpo: DPOConfig | None = None
@@ -691,10 +697,16 @@ class DemoConfig(StartModelConfig):
 
     @model_validator(mode="after")
     def _reads_all(self) -> DemoConfig:
-        others = [name for name in changed_fields(self) if name not in ("run", "learned_rewards")]
+        changed = changed_fields(self)
+        others = [name for name in changed if name not in ("run", "learned_rewards")]
         if self.learned_rewards and others:
             raise ValueError(
                 f"{', '.join(others)} changes nothing with learned_rewards; set it below "
                 f"learned_rewards.{next(iter(self.learned_rewards))}"
+            )
+        sizes = [name for name in changed if name in StartModelConfig.model_fields]
+        if self.start and sizes:
+            raise ValueError(
+                f"{', '.join(sizes)} changes nothing with start; leave one of them out"
             )
         return self

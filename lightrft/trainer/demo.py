@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,16 +13,18 @@ from lightrft.config.run import RunConfig
 from lightrft.config.verbs import (
     DemoConfig,
     DPOConfig,
+    IterateConfig,
     RLConfig,
     RMConfig,
     SFTConfig,
     StartModelConfig,
 )
-from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
+from lightrft.trainer.pipelines.iterate import run_iterate
 from lightrft.trainer.preference.run import run_preference
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.run_summary import finished_summary
@@ -30,7 +32,14 @@ from lightrft.trainer.sft import run_sft
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import ConfigError
 
-C = TypeVar("C", RLConfig, SFTConfig, DPOConfig, RMConfig)
+C = TypeVar("C", RLConfig, SFTConfig, IterateConfig, DPOConfig, RMConfig)
+RUN: Mapping[str, Callable[..., Summary]] = {
+    "sft": run_sft,
+    "iterate": run_iterate,
+    "rl": run_rl,
+    "dpo": run_preference,
+}
+"""Training of each phase."""
 
 
 def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
@@ -41,21 +50,18 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
     """
     base = Path(config.run.dir).expanduser() / config.run.name
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
-        start = base / "start"
-        if config.run.overwrite or not (start / "config.json").exists():
-            make_start(config, start, config.run.seed)
-        sft = phase_of(config.run, config.sft, base, "sft", start)
-        warm = finished(base / "sft", config.run) or run_sft(sft, observer)
-        if not warm.get("finished"):
-            return {**warm, "verb": "demo"}
-        model = base / "sft" / "model"
-        if config.dpo is None:
-            rl = phase_of(config.run, config.rl, base, "rl", model)
-            result = finished(base / "rl", config.run) or run_rl(rl, observer)
-            return sum_up(base, {"sft": warm, "rl": result})
-        dpo = phase_of(config.run, config.dpo, base, "dpo", model)
-        result = finished(base / "dpo", config.run) or run_preference(dpo, observer)
-        return sum_up(base, {"sft": warm, "dpo": result})
+        model = config.start or str(base / "start")
+        if not config.start and (config.run.overwrite or not (base / "start/config.json").exists()):
+            make_start(config, base / "start", config.run.seed)
+        warm_up = "sft" if config.iterate is None else "iterate"
+        phases: dict[str, Summary] = {}
+        for name in (warm_up, "rl" if config.dpo is None else "dpo"):
+            settings = phase_of(config.run, getattr(config, name), base, name, model)
+            phases[name] = finished(base / name, config.run) or RUN[name](settings, observer)
+            if not phases[warm_up].get("finished"):
+                return {**phases[warm_up], "verb": "demo"}
+            model = phases[name].get("model", str(base / name / "model"))
+        return sum_up(base, phases)
 
 
 def make_start(config: StartModelConfig, folder: Path, seed: int) -> None:
@@ -100,7 +106,7 @@ def finished(folder: Path, run: RunConfig) -> Summary | None:
     return None if run.overwrite else finished_summary(folder)
 
 
-def phase_of(demo: RunConfig, phase: C, base: Path, name: str, model: Path) -> C:
+def phase_of(demo: RunConfig, phase: C, base: Path, name: str, model: str | Path) -> C:
     """Return the settings of a phase.
 
     Args:
@@ -131,7 +137,8 @@ def sum_up(
 ) -> Summary:
     """Join the results of all phases for the report and return the summary.
 
-    The headline is the accuracy on the eval set after the warm-up and after the last phase.
+    The headline is the accuracy on the eval set before the last phase and after it, or before the
+    rounds of ``iterate``.
 
     Args:
         base: folder of the demo.
@@ -142,10 +149,14 @@ def sum_up(
     files = [base / name / "metrics.jsonl" for name in phases]
     rows = [file.read_text(encoding="utf-8") for file in files if file.exists()]
     write_atomic(base / "metrics.jsonl", "".join(rows))
-    for file in ("samples.json", "config.yaml"):
-        shutil.copyfile(base / last / file, base / file)
+    shutil.copyfile(base / last / "config.yaml", base / "config.yaml")
     model = base / last / "model"
-    samples = json.loads((base / "samples.json").read_text(encoding="utf-8"))
+    first = "iterate" if "iterate" in phases else last
+    samples = {
+        side: json.loads((base / name / "samples.json").read_text(encoding="utf-8"))[side]
+        for side, name in (("before", first), ("after", last))
+    }
+    write_json(base / "samples.json", samples)
     answers = samples["before"] or samples["after"]
     # The report of the demo shows the media of these responses alone.
     shutil.rmtree(base / "media", ignore_errors=True)
@@ -157,8 +168,10 @@ def sum_up(
     # Read from the file, where secrets are redacted.
     saved = json.loads((base / last / "summary.json").read_text(encoding="utf-8"))
     changed = saved.get("changed", {})
+    measured = {k: v for k, v in phases[first].items() if k == "heldout_before"}
     summary = {
         **phases[last],
+        **measured,
         "verb": "demo",
         "seconds": sum(summary["seconds"] for summary in phases.values()),
         **{f"seconds_{name}": summary["seconds"] for name, summary in phases.items()},

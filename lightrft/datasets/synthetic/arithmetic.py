@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +65,7 @@ def rows(
     mistakes: float = 0.0,
     heldout: float = 0.2,
     distinct: bool = True,
+    question: str = "{problem}=?",
 ) -> Iterator[dict[str, object]]:
     """Yield ``count`` rows of ``split``.
 
@@ -84,9 +86,11 @@ def rows(
             leaves something to learn. Labels are always correct.
         heldout: fraction of all problems that belong to the eval set.
         distinct: if True, no problem occurs twice.
+        question: text of a prompt, with ``{problem}`` as in ``12+34``, or ``{spaced}`` as in ``12 +
+            34``.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or the question names no problem.
         DataError: there are fewer than ``count`` distinct problems.
     """
     if difficulty not in DIFFICULTIES:
@@ -109,7 +113,12 @@ def rows(
     if not 0 < heldout < 1 or not 0 <= mistakes <= 1:
         problem = f"arithmetic: heldout {heldout} must lie inside (0, 1)"
         raise ConfigError(f"{problem}, mistakes {mistakes} within [0, 1]")
-    return _rows(count, seed, split, knobs, largest, negative, steps, mistakes, heldout, distinct)
+    if "{problem}" not in question and "{spaced}" not in question:
+        raise ConfigError(
+            f"arithmetic: question {question!r} has neither {{problem}} nor {{spaced}}"
+        )
+    made = _rows(count, seed, split, knobs, largest, negative, steps, mistakes, heldout, distinct)
+    return ({"prompt": _asked(question, problem), **row} for problem, row in made)
 
 
 def pairs(count: int = 1000, seed: int = 0, **options: Any) -> Iterator[dict[str, object]]:
@@ -145,7 +154,8 @@ def _rows(
     mistakes: float,
     heldout: float,
     distinct: bool,
-) -> Iterator[dict[str, object]]:
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield problems and the rest of their rows."""
     chance = random.Random(f"arithmetic {seed} {split}")
     seen: set[str] = set()
     rejected = made = 0
@@ -175,7 +185,12 @@ def _rows(
         # The order of the calls of ``chance`` is part of the data: a seed must keep its rows.
         if chance.random() < mistakes:
             slip = (chance.randrange(len(working)), chance.choice(_SLIPS))
-        yield _row(problem, numbers, signs, chance.random() < steps, slip)
+        yield problem, _row(problem, numbers, signs, chance.random() < steps, slip)
+
+
+def _asked(question: str, problem: str) -> str:
+    spaced = re.sub(r"([-+*])", r" \1 ", problem)
+    return question.replace("{problem}", problem).replace("{spaced}", spaced)
 
 
 def is_heldout(problem: str, share: float) -> bool:
@@ -224,7 +239,6 @@ def _row(
     lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in written] if steps else []
     digest = hashlib.blake2b(problem.encode(), digest_size=6).hexdigest()
     return {
-        "prompt": f"{problem}=?",
         "response": "\n".join([*lines, f"#### {written[-1][3]}"]),
         "label": str(work(numbers, signs)[-1][3]),
         "data_source": "arithmetic",
