@@ -190,7 +190,7 @@ _ROWS: dict[str, _Row] = {
             "video_end_token": "<|VIDEO_END|>",
         },
         "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        picture=_PATCHES,
+        picture={**_PATCHES, "temporal_patch_size": 2},
         text={
             "rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
             "moe_intermediate_size": [32, 32],

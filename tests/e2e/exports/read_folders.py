@@ -28,10 +28,14 @@ def processed(folder: Path, item: dict[str, Any]) -> dict[str, Any]:
     processor = AutoProcessor.from_pretrained(folder)
     if item["kind"] == "image":
         value = np.array(item["value"], dtype=np.uint8)
-        made = processor(text=[item["text"]], images=[[Image.fromarray(value)]])
+        made = processor(
+            text=[item["text"]], images=[[Image.fromarray(value)]], return_tensors="pt"
+        )
     else:
         value = np.array(item["value"], dtype=np.float32)
-        made = processor(text=[item["text"]], audio=[value], sampling_rate=16000)
+        made = processor(
+            text=[item["text"]], audio=[value], sampling_rate=16000, return_tensors="pt"
+        )
     # Both add the special tokens that the tokenizer adds by itself.
     expected = processor.tokenizer(item["expanded"])["input_ids"]
     return {"ids": np.asarray(made["input_ids"])[0].tolist(), "expected": expected}
