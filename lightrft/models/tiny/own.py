@@ -58,6 +58,7 @@ class _Row:
         text: Fields of the text config.
         vision: Fields of the tower's config.
         picture: Settings of the processor of pictures, or of sounds where it reads no pictures.
+        frames: Settings of the processor of clips.
         sound: Text that it writes for a sound. Empty for families that read none.
         extractor: Class of the processor of sounds.
         processor: Settings of the processor.
@@ -74,6 +75,7 @@ class _Row:
     text: Fields = field(default_factory=dict)
     vision: Fields = field(default_factory=dict)
     picture: Fields = field(default_factory=dict)
+    frames: Fields = field(default_factory=dict)
     processor: Fields = field(default_factory=dict)
     ids: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     like: str = ""
@@ -190,7 +192,8 @@ _ROWS: dict[str, _Row] = {
             "video_end_token": "<|VIDEO_END|>",
         },
         "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        picture={**_PATCHES, "temporal_patch_size": 2},
+        picture=_PATCHES,
+        frames={"temporal_patch_size": 2, "draw_on_frames": False},
         text={
             "rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
             "moe_intermediate_size": [32, 32],
@@ -477,7 +480,7 @@ def _processor(model_type: str, row: _Row) -> Callable[..., SavedProcessor]:
         names = IMAGE_PROCESSOR_MAPPING_NAMES[kind]
         name = names.get("pil") or names["torchvision"]
         picture = getattr(transformers, str(name))(**{**row.picture, **settings})
-        return _Files(picture, _CROPPED if row.clip else {}, fields)
+        return _Files(picture, _CROPPED if row.clip else row.frames, fields)
 
     return build
 
