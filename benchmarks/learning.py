@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.base import build, deep_merge, dotted, load_settings
+from lightrft.config.demo import DemoConfig
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import DemoConfig, RLConfig
+from lightrft.config.verbs import RLConfig
 
 STEPS = 12
 ENOUGH = 0.2

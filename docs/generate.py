@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.config import model, serving, verbs
+from lightrft.config import demo, model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.import_config import ImportConfig
 from lightrft.config.other_names.rows import FRAMEWORKS
@@ -76,7 +76,7 @@ VERBS: dict[str, type[Settings]] = {
     "import-config": ImportConfig,
     "doctor": Examined,
     "data": Shown,
-    "demo": verbs.DemoConfig,
+    "demo": demo.DemoConfig,
 }
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
 WIDTH = 100

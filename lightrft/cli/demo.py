@@ -23,7 +23,7 @@ from lightrft.cli.progress import (
     watching,
     with_report,
 )
-from lightrft.config.verbs import DemoConfig
+from lightrft.config.demo import DemoConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 
 DEMOS = {

@@ -9,16 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from lightrft.config.demo import DemoConfig, StartModelConfig
 from lightrft.config.run import RunConfig
-from lightrft.config.verbs import (
-    DemoConfig,
-    DPOConfig,
-    IterateConfig,
-    RLConfig,
-    RMConfig,
-    SFTConfig,
-    StartModelConfig,
-)
+from lightrft.config.verbs import DPOConfig, IterateConfig, RLConfig, RMConfig, SFTConfig
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightrft.config.demo import DemoConfig, LearnedRewardConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.config.run import RunConfig
-from lightrft.config.verbs import DemoConfig, LearnedRewardConfig, RLConfig
+from lightrft.config.verbs import RLConfig
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary, read_rows
 from lightrft.rewards.success import Success

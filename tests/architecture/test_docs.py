@@ -186,7 +186,9 @@ def test_commands_name_verbs_and_settings_that_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    targets = set(
+        re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    )
     used = {words[words.index("make") + 1] for words in commands(page) if "make" in words}
     used |= set(re.findall(r"`make ([a-z0-9-]+)", prose(page)))
     assert sorted(used - targets) == []

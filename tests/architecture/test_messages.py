@@ -13,6 +13,7 @@ from lightrft.config import model, serving
 from lightrft.config import verbs as configs
 from lightrft.config.base import Settings
 from lightrft.config.data import ProcessDataConfig
+from lightrft.config.demo import DemoConfig
 from lightrft.config.other_names.earlier import OLD_NAMES
 from lightrft.config.other_names.table import ROWS, rows_of
 from tests.architecture.tree import modules
@@ -34,7 +35,7 @@ VERBS = (
         configs.IterateConfig,
     ),
     *(serving.ServeConfig, serving.ServeRMConfig),
-    *(configs.DemoConfig, configs.DoctorConfig, model.MergeConfig, model.ConvertConfig),
+    *(DemoConfig, configs.DoctorConfig, model.MergeConfig, model.ConvertConfig),
 )
 DOTTED = re.compile(r"(?<![\w./{}-])[a-z_]+(?:\.[a-z_0-9]+)+(?![\w(/:])")
 FILES = ("json", "jsonl", "yaml", "txt", "py", "parquet", "safetensors", "csv", "html", "md")

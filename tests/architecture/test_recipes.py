@@ -15,6 +15,7 @@ import yaml
 from lightrft.cli.demo import DEMOS, preset
 from lightrft.config import verbs
 from lightrft.config.base import Settings, dotted, load_settings
+from lightrft.config.demo import DemoConfig
 from lightrft.utils.errors import ConfigError
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
@@ -96,7 +97,7 @@ def test_a_key_that_repeats_a_default_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DEMOS)
 def test_what_the_demos_run_parses(name: str) -> None:
     with resources.as_file(preset(name)) as file:
-        demo = load_settings(verbs.DemoConfig, [file]).settings
+        demo = load_settings(DemoConfig, [file]).settings
     policies = [part.rl for part in demo.learned_rewards.values()]
     for last in policies or [demo.rl if demo.dpo is None else demo.dpo]:
         assert last.reward.terms

@@ -14,7 +14,7 @@ from lightrft import __version__
 from lightrft.cli.demo import preset
 from lightrft.cli.main import VERBS
 from lightrft.config.base import build, parse_yaml
-from lightrft.config.verbs import DemoConfig
+from lightrft.config.demo import DemoConfig
 from lightrft.trainer.demo import make_start
 from tests.e2e.command import ROOT, assert_refused, command, process
 

@@ -11,7 +11,7 @@ import yaml
 
 from lightrft.cli.demo import preset
 from lightrft.config.base import build, deep_merge, parse_yaml
-from lightrft.config.verbs import DemoConfig
+from lightrft.config.demo import DemoConfig
 from lightrft.trainer.demo import run_demo
 from lightrft.utils.errors import ConfigError
 

@@ -51,8 +51,9 @@ PACKAGED = {
 
 def packaged_path(name: str) -> Path | None:
     """Return the path of the written folder of ``name``, or ``None`` for another name."""
-    model = PACKAGED.get(name)
-    return model and Path(CACHE).expanduser() / f"{name}-{model.sha256[:8]}"
+    if name not in PACKAGED:
+        return None
+    return Path(CACHE).expanduser() / f"{name}-{PACKAGED[name].sha256[:8]}"
 
 
 def packaged_folder(name: str, write: Callable[[str, Path], object]) -> Path | None:

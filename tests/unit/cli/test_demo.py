@@ -2,7 +2,7 @@ import pytest
 
 from lightrft.cli.demo import demo_of, preset
 from lightrft.config.base import build
-from lightrft.config.verbs import DemoConfig
+from lightrft.config.demo import DemoConfig
 from lightrft.trainer.demo import make_start
 from lightrft.trainer.reward_demo import check_gold
 from lightrft.utils.errors import ConfigError

@@ -8,7 +8,8 @@ from pydantic import Field
 from lightrft.cli.arguments import INDENT, show_help
 from lightrft.cli.main import main
 from lightrft.config.base import Settings, description_of, descriptions
-from lightrft.config.verbs import DemoConfig, RLConfig
+from lightrft.config.demo import DemoConfig
+from lightrft.config.verbs import RLConfig
 from lightrft.utils.errors import ModelError, path_of
 
 VERBS = ("rl", "sft", "eval", "generate", "chat", "export", "merge", "convert", "doctor", "demo")
