@@ -55,7 +55,9 @@ _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 @REWARDS.register("math", needs={"label"}, kind="outcome")
 @ungraded_beyond(CPU_SECONDS)
-def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
+def math_reward(
+    rollout: RolloutView, *, last_number: bool = False, evaluated: bool = False
+) -> float | dict[str, float]:
     r"""Return 1 if the final answer equals the prompt's label, else 0.
 
     Without a label, the prompt's reference is used. The final answer is the last ``\boxed{}`` or
@@ -70,6 +72,8 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
 
     Args:
         last_number: As a last resort, take the last number of the response.
+        evaluated: The answer to a label that is a number must end in a number. Otherwise ``41 + 37``
+            equals the label ``78``, and a model may learn to repeat the question.
 
     Raises:
         ValueError: If the label is not mathematics, or cannot be read within ``CPU_SECONDS``.
@@ -82,7 +86,9 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
         raise ValueError(f"label {gold!r} takes more than {CPU_SECONDS:g} s to read") from None
     try:
         answer = final_answer(rollout.turn, last_number=last_number)
-        return float(answer is not None and equal(gold, answer))
+        if answer is None or (evaluated and _is_number(gold) and not _ends_in_number(answer)):
+            return 0.0
+        return float(equal(gold, answer))
     except OverBudget:
         _forget()
         raise
@@ -90,6 +96,15 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
         # The label can be read, so the answer cannot. Sympy and its parser raise any exception.
         _forget()
         return {"reward": 0.0, UNGRADED: 1.0}
+
+
+def _is_number(text: str) -> bool:
+    return quantity(plain(tidy(text))) is not None
+
+
+def _ends_in_number(answer: str) -> bool:
+    """Return ``True`` if ``answer``, or its right side if it is an equation, is a number."""
+    return _is_number(answer.rpartition("=")[2])
 
 
 def _forget() -> None:

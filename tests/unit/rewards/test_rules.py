@@ -241,6 +241,29 @@ def test_math_takes_the_reference_when_there_is_no_label():
     assert REWARDS["math"](answer("#### 5", reference="so it is\n#### 5")) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("text", "plain", "evaluated"),
+    [
+        ("41 + 37 = 78", 1.0, 1.0),
+        ("41 + 37 = 78.", 1.0, 1.0),
+        ("78", 1.0, 1.0),
+        ("\\boxed{78}", 1.0, 1.0),
+        ("41 + 37", 1.0, 0.0),
+        ("\\boxed{41 + 37}", 1.0, 0.0),
+        ("78 = 41 + 37", 1.0, 0.0),
+        ("\\boxed{156/2}", 1.0, 1.0),
+        ("41 + 37 = 77", 0.0, 0.0),
+    ],
+)
+def test_an_expression_with_the_value_of_the_label_may_be_refused(text, plain, evaluated):
+    assert grade("math", text, "78") == plain
+    assert grade("math", text, "78", evaluated=True) == evaluated
+
+
+def test_a_label_that_is_an_expression_takes_expressions():
+    assert grade("math", "\\boxed{1 + x}", "x + 1", evaluated=True) == 1.0
+
+
 def test_the_last_number_counts_only_when_asked_for():
     assert (
         grade("math", "It is $72.", "72"),
