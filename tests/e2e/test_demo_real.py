@@ -27,7 +27,7 @@ def tree(model_folder: Path, data_folder: Path, tmp_path: Path) -> Tree:
     for phase in ("iterate", "rl"):
         whole[phase]["eval"]["data"]["sources"][0]["options"]["count"] = 4
     small = {"reward": terms, "sampling": sampling, "eval": {"sampling": sampling}}
-    few = {"prompts_per_round": 4, "samples": 3, "select": {"keep_truncated": True}}
+    few = {"prompts_per_round": 4, "samples": 3, "select": {"keep": "best", "keep_truncated": True}}
     changed: Tree = {
         "run": {"dir": str(tmp_path), "name": "demo"},
         "start": str(model_folder),

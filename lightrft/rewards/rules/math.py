@@ -72,8 +72,8 @@ def math_reward(
 
     Args:
         last_number: As a last resort, take the last number of the response.
-        evaluated: The answer to a label that is a number must end in a number. Otherwise ``41 + 37``
-            equals the label ``78``, and a model may learn to repeat the question.
+        evaluated: The answer to a label that is a number must end in a number. Otherwise ``41 +
+            37`` equals the label ``78``, and a model may learn to repeat the question.
 
     Raises:
         ValueError: If the label is not mathematics, or cannot be read within ``CPU_SECONDS``.
