@@ -123,6 +123,20 @@ def test_a_knob_out_of_range_is_an_error(knobs):
         rows(5, **knobs)
 
 
+def test_a_question_changes_the_text_of_the_prompts_alone():
+    options = {"operators": "+-*", "operations": 2}
+    plain = list(rows(20, **options))
+    asked = list(rows(20, **options, question="What is {spaced}? {problem}"))
+    for row, other in zip(plain, asked, strict=True):
+        problem = row.pop("prompt").removesuffix("=?")
+        spaced, _, compact = other.pop("prompt").removeprefix("What is ").partition("? ")
+        assert compact == problem == spaced.replace(" ", "")
+        assert len(spaced.split()) == 5
+        assert row == other
+    with pytest.raises(ConfigError, match="has neither"):
+        rows(1, question="What is it?")
+
+
 def test_it_is_a_source_like_any_other():
     path = "lightrft.datasets.synthetic.arithmetic:rows"
     config = DataConfig.model_validate(
