@@ -240,8 +240,8 @@ class Pictures(Work):
             media = {"pixel_values": patches, "image_grid_thw": grids}
         else:
             pixels = inputs["pixel_values"].split(each)
-            places = [torch.full((count, 1), (FIXED // 4) ** 2) for count in each]
-            media = {"pixel_values": pixels, "image_placeholders": [p[:, 0] for p in places]}
+            places = [torch.full((count,), (FIXED // 4) ** 2) for count in each]
+            media = {"pixel_values": pixels, "image_placeholders": places}
         return Segments.of(
             [unpadded(inputs, row) for row in rows],
             {

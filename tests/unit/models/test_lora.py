@@ -44,11 +44,15 @@ def check_written_adapters(family: str, kind: str, folder: Path) -> None:
     model: Any = build_model(settings, "cpu", None)[0].eval()
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter -= 2 * parameter.grad
-        trained = model(input_ids=IDS, use_cache=False).logits
-        start = base(input_ids=IDS, use_cache=False).logits
+        start = trained = base(input_ids=IDS, use_cache=False).logits
+        # One step is enough for most families, but not for MiniCPM3.
+        for _ in range(4):
+            if float((start - trained).abs().max()) > 0.05 * float(trained.abs().max()):
+                break
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 2 * parameter.grad
+            trained = model(input_ids=IDS, use_cache=False).logits
     save_model(model, None, folder / "model")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         folder / "model",
@@ -59,7 +63,7 @@ def check_written_adapters(family: str, kind: str, folder: Path) -> None:
     with torch.no_grad():
         found = loaded(input_ids=IDS, use_cache=False).logits
     size = float(trained.abs().max())
-    assert float((start - trained).abs().max()) > 0.02 * size
+    assert float((start - trained).abs().max()) > 0.05 * size
     assert float((found - trained).abs().max()) < 1e-4 * size
 
 
