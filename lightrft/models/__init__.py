@@ -23,7 +23,8 @@ _HOMES = {
     ),
     "critic": ("Critic",),
     "grm_vl": ("GenerativeRewardModelVL",),
-    "loading.from_pretrained": ("load_model", "load_tokenizer", "save_model"),
+    "loading.from_pretrained": ("load_model", "load_tokenizer"),
+    "loading.save_model": ("save_model",),
     "logprobs": ("entropy_from_logits", "log_probs_from_logits", "token_logprobs"),
     "lora": ("apply_lora_configuration",),
     "monkey_patch": (

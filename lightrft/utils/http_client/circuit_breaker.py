@@ -15,7 +15,8 @@ class CircuitBreaker:
     """Holds requests back while a server does not answer.
 
     After some failures in a row, one request at a time tries the server, once in a pause. The first
-    answer lets all requests through again. Every method may be called from several threads.
+    answer lets all requests through again. A thread reports the end of each request that it has
+    entered, by one of the methods ``succeeded``, ``failed`` and ``ended``.
 
     Args:
         after: Failures in a row after which requests are held back.
@@ -32,7 +33,8 @@ class CircuitBreaker:
         self._failures = 0
         self._first = 0.0
         self._next = 0.0
-        self._trying = False
+        # Thread whose request tries the server. Earlier requests may still fail meanwhile.
+        self._trial: int | None = None
         self._changed = threading.Condition()
 
     @property
@@ -49,7 +51,7 @@ class CircuitBreaker:
     def is_ready(self) -> bool:
         """A request may be sent now, if only to try the server."""
         with self._changed:
-            return not self.holds or (not self._trying and time.monotonic() >= self._next)
+            return not self.holds or (self._trial is None and time.monotonic() >= self._next)
 
     def enter(self, deadline: float) -> bool:
         """Wait until a request may be sent. Return False if that is after ``deadline``.
@@ -62,19 +64,19 @@ class CircuitBreaker:
                 now = time.monotonic()
                 if not self.holds:
                     return True
-                if not self._trying and now >= self._next:
-                    self._trying = True
+                if self._trial is None and now >= self._next:
+                    self._trial = threading.get_ident()
                     return True
                 if now >= deadline:
                     return False
-                until = deadline if self._trying else min(deadline, self._next)
+                until = deadline if self._trial else min(deadline, self._next)
                 self._changed.wait(max(0.001, until - now))
 
     def succeeded(self) -> None:
         """Note an answer of the server."""
         with self._changed:
             self._failures = 0
-            self._trying = False
+            self._trial = None
             self._changed.notify_all()
 
     def failed(self, problem: str) -> None:
@@ -85,5 +87,11 @@ class CircuitBreaker:
             self._first = self._first if self._failures else now
             self._failures += 1
             self._next = now + self.pause
-            self._trying = False
-            self._changed.notify_all()
+        self.ended()
+
+    def ended(self) -> None:
+        """Note a request that ended before it could tell whether the server answers."""
+        with self._changed:
+            if self._trial == threading.get_ident():
+                self._trial = None
+                self._changed.notify_all()

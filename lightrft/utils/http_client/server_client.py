@@ -358,7 +358,10 @@ class ServerClient:
         problem, status = "", 0
         while not given_up():
             prepare()
-            if not self.breaker.enter(end()) or given_up():
+            if not self.breaker.enter(end()):
+                break
+            if given_up():
+                self.breaker.ended()
                 break
             # the last trial too has some time
             shortest = min(CONNECT_SECONDS, self.deadline)

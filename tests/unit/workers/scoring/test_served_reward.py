@@ -226,6 +226,19 @@ def test_a_breaker_holds_requests_back_until_a_trial_succeeds():
     assert breaker.silent_for == 0 and breaker.enter(now()) and breaker.enter(far)
 
 
+def test_only_the_request_that_tries_the_server_lets_the_next_one_try_it():
+    breaker, far = CircuitBreaker(after=1, pause=0.0), time.monotonic() + 900
+    breaker.failed("silent")
+    assert breaker.enter(far) and not breaker.is_ready
+    before = threading.Thread(target=breaker.failed, args=("silent",))  # it began earlier
+    before.start()
+    before.join()
+    assert not breaker.is_ready and not breaker.enter(time.monotonic())
+    breaker.ended()  # no answer, and no failure: the next one tries it
+    assert breaker.is_ready and breaker.holds
+    assert breaker.enter(far) and not breaker.is_ready
+
+
 def test_a_token_is_read_for_each_request_and_requests_at_once_are_limited(folder, tmp_path):
     file = tmp_path / "token"
     file.write_text("one\n")
