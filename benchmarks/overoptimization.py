@@ -147,8 +147,8 @@ def best_of_n(scored: Sequence[tuple[float, float]]) -> Curve:
 
 def run(verb: str, tree: dict[str, Any]) -> Path:
     """Run a verb unless it is finished, and return its folder."""
-    from lightrft.cli.dispatch import import_function
-    from lightrft.cli.verbs import TRAINING
+    from lightrft.api.start import import_function
+    from lightrft.api.verbs import TRAINING
     from lightrft.config.base import build
     from lightrft.trainer.run_summary import finished_summary
 

@@ -504,8 +504,8 @@ def run_here(plan: Path) -> None:
     """In each of the processes: the runs of ``plan``."""
     import torch
 
-    from lightrft.cli.dispatch import program
-    from lightrft.cli.verbs import TRAINING
+    from lightrft.api.start import program
+    from lightrft.api.verbs import TRAINING
     from lightrft.config.base import build
     from lightrft.distributed.process_group import init_process_group
     from lightrft.observability.observer import NullObserver

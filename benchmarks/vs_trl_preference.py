@@ -231,7 +231,7 @@ def run_lightrft(case: Case, folder: Path, scratch: Path, share: int) -> dict[st
 
 def config_of(case: Case, folder: Path, scratch: Path, share: int = 1) -> Any:
     """Return the settings of the verb."""
-    from lightrft.cli.verbs import TRAINING
+    from lightrft.api.verbs import TRAINING
     from lightrft.config.base import build
 
     tree: dict[str, Any] = {

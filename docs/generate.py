@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import textwrap
 import types
 import typing
@@ -18,8 +19,10 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-import lightrft.datasets.open_source  # noqa: F401  fills READERS
+import lightrft
+import lightrft.datasets.open_source  # fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
+from lightrft.api import FUNCTIONS
 from lightrft.config import demo, model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.import_config import ImportConfig
@@ -98,7 +101,84 @@ def pages() -> dict[Path, str]:
         Path("other-names.md"): other_names_page(),
         **made,
     }
-    return {path: wrapped(text) for path, text in found.items()}
+    made = {path: wrapped(text) for path, text in found.items()}
+    return {**made, Path("..", "lightrft", "__init__.pyi"): python_stub()}
+
+
+def python_stub() -> str:
+    """Return the signatures of the functions of Python, which editors complete."""
+    functions = [_signature(name, VERBS[name.replace("_", "-")]) for name in lightrft.VERBS]
+    used = sorted(
+        {cls for text in functions for cls in re.findall(r"(\w+Config|\w+Settings) \|", text)}
+    )
+    modules: dict[str, list[str]] = {}
+    for cls in dict.fromkeys((Settings, *_branches(), *VERBS.values())):
+        if cls.__name__ in {*used, "Settings"}:
+            modules.setdefault(cls.__module__, []).append(cls.__name__)
+    imports = sorted(
+        f"from {module} import {', '.join(sorted(n))}" for module, n in modules.items()
+    )
+    head = [
+        "# Made by docs/generate.py from the settings: `make docs` writes it.",
+        "from collections.abc import Iterable, Mapping, Sequence",
+        "from os import PathLike",
+        "from typing import Any, Literal, TypeAlias",
+        "",
+        "from lightrft.api.run import Run as Run",
+        *imports,
+        "",
+        "Given: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings",
+        "Data: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings | Iterable[Any]",
+        "",
+        "__version__: str",
+        "",
+    ]
+    return "\n".join([*head, *functions])
+
+
+def _signature(name: str, cls: type[Settings]) -> str:
+    """Return the signature of the function ``name`` with the settings ``cls``, and its docstring."""
+    result = (
+        "Run"
+        if name in ("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill", "iterate")
+        else "Any"
+    )
+    first = ['method: Literal["sft", "rl", "dpo"]'] if name == "grm" else []
+    known = descriptions(cls)
+    fields = [
+        f"{field}: {_hint(field, info.annotation)} = ..."
+        for field, info in cls.model_fields.items()
+    ]
+    if "train" in cls.model_fields:
+        fields += ["steps: int = ...", "epochs: int = ..."]
+    if "reward" in cls.model_fields:
+        fields.append("rewards: Any = ...")
+    rows = [f"    {one}," for one in [*first, "*configs: Given", *fields, "**settings: Any"]]
+    lines = [f'    """{FUNCTIONS[name].__doc__}', "", "    Args:"]
+    for field in cls.model_fields:
+        text = f"{field}: {known.get(field, '')}"
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent=8 * " ", subsequent_indent=12 * " ", break_on_hyphens=False
+        )
+    return "\n".join([f"def {name}(", *rows, f") -> {result}:", *lines, '    """', ""])
+
+
+def _hint(name: str, kind: Any) -> str:
+    """Return the type of a keyword of a function."""
+    if name in ("data", "validation", "eval"):
+        return "Data"
+    if name in ("model", "reward", "teacher", "reference"):
+        return "Any"
+    inner = typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Settings):
+        return f"{kind.__name__} | Mapping[str, Any]" + " | str" * bool(kind.shorthand)
+    if typing.get_origin(kind) is typing.Literal:
+        return f"Literal[{', '.join(map(repr, inner))}]".replace("'", '"')
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " | ".join("None" if one is type(None) else _hint(name, one) for one in inner)
+    if kind in (str, int, float, bool):
+        return kind.__name__
+    return {dict: "Mapping[str, Any]", tuple: "Sequence[Any]"}.get(typing.get_origin(kind), "Any")
 
 
 def metrics_page() -> str:

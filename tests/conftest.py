@@ -85,7 +85,8 @@ def mark_torchvision(items: list[pytest.Item]) -> None:
     tiny = sys.modules.get("lightrft.models.tiny")
     for item in items if tiny is not None else ():
         params = vars(item)["callspec"].params if "callspec" in vars(item) else {}
-        if any(family in params.values() for family in tiny.TORCHVISION_FAMILIES):
+        texts = {value for value in params.values() if isinstance(value, str)}
+        if not texts.isdisjoint(tiny.TORCHVISION_FAMILIES):
             item.add_marker(pytest.mark.torchvision)
             if importlib.util.find_spec("torchvision") is None:
                 item.add_marker(pytest.mark.skip(reason="needs torchvision: make test-torchvision"))

@@ -1,15 +1,12 @@
-"""Shared code of the verbs: parse arguments, print help, and explain out-of-memory errors."""
+"""Shared code of the verbs: parse arguments and print help."""
 
 from __future__ import annotations
 
-import gc
 import json
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +21,7 @@ from lightrft.config.base import (
     unknown_setting,
 )
 from lightrft.utils.atomic_files import is_gguf
-from lightrft.utils.errors import ConfigError, ResourceError, first_line
+from lightrft.utils.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 HELP = frozenset(("-h", "--help"))
@@ -250,43 +247,3 @@ def _setting_lines(
         if text != shown:  # the keys of one table share its description
             yield from wrapper.wrap(text)
         shown = text
-
-
-@contextmanager
-def quick_imports() -> Generator[None]:
-    """Disable garbage collection: it takes a fifth of the import time of torch and transformers."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-NO_MEMORY = re.compile(
-    "out of memory|can't allocate memory|could not (create|execute) a primitive(?! descriptor)"
-)
-"""Messages of a ``RuntimeError`` for want of memory: of a GPU, of a CPU, and of oneDNN."""
-
-
-@contextmanager
-def memory_errors() -> Generator[None]:
-    """Turn an out-of-memory error into a ``ResourceError`` that names the settings to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
-            raise ResourceError(
-                "out of memory; lower train.max_tokens_per_micro_batch, engine.max_cache_tokens or "
-                f"model.logits_mb, or set model.gradient_checkpointing=true ({first_line(error)})"
-            ) from error
-        raise
-
-
-def set_threads(threads: int) -> None:
-    """Set the number of CPU threads. 0 keeps torch's own choice."""
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)

@@ -6,13 +6,8 @@ import io
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.arguments import (
-    memory_errors,
-    positional,
-    quick_imports,
-    set_threads,
-    settings_of,
-)
+from lightrft.api.start import memory_errors, quick_imports, set_threads
+from lightrft.cli.arguments import positional, settings_of
 from lightrft.config.verbs import ChatConfig
 from lightrft.utils.errors import DataError, is_unicode
 

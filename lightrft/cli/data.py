@@ -7,13 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lightrft.cli.arguments import (
-    memory_errors,
-    quick_imports,
-    set_threads,
-    show_help,
-    split_settings,
-)
+from lightrft.api.start import memory_errors, quick_imports, set_threads
+from lightrft.cli.arguments import show_help, split_settings
 from lightrft.cli.verbs import config_of
 from lightrft.config.show import ShowConfig
 

@@ -8,21 +8,9 @@ from importlib import resources
 from itertools import filterfalse
 from typing import Any
 
-from lightrft.cli.arguments import (
-    is_bare_word,
-    memory_errors,
-    quick_imports,
-    set_threads,
-    settings_of,
-)
-from lightrft.cli.progress import (
-    ACCURACIES,
-    check_trained,
-    closing_lines,
-    exit_status,
-    watching,
-    with_report,
-)
+from lightrft.api.progress import ACCURACIES, closing_lines, watching, with_report
+from lightrft.api.start import check_trained, exit_status, memory_errors, quick_imports, set_threads
+from lightrft.cli.arguments import is_bare_word, settings_of
 from lightrft.config.demo import DemoConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 

@@ -7,14 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.arguments import (
-    HELP,
-    memory_errors,
-    quick_imports,
-    set_threads,
-    show_help,
-    split_settings,
-)
+from lightrft.api.start import memory_errors, quick_imports, set_threads
+from lightrft.cli.arguments import HELP, show_help, split_settings
 from lightrft.cli.verbs import config_of
 from lightrft.config.verbs import DoctorConfig
 

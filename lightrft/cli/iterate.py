@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightrft.cli.arguments import memory_errors, quick_imports, set_threads, settings_of
-from lightrft.cli.progress import check_trained, closing_lines, exit_status, watching, with_report
+from lightrft.api.progress import closing_lines, watching, with_report
+from lightrft.api.start import check_trained, exit_status, memory_errors, quick_imports, set_threads
+from lightrft.cli.arguments import settings_of
 from lightrft.config.verbs import IterateConfig
 
 COLUMNS = {

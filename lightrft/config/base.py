@@ -102,14 +102,18 @@ class Loaded(typing.Generic[S]):
 
 
 def load_settings(
-    cls: type[S], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()
+    cls: type[S],
+    files: Sequence[str | Path] = (),
+    overrides: Sequence[str] = (),
+    trees: Sequence[Mapping[str, object]] = (),
 ) -> Loaded[S]:
-    """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``.
+    """Read ``files`` in order, then ``key=value`` overrides, then ``trees``, into a ``cls``.
 
     Args:
         cls: Settings class of the whole tree.
         files: YAML files, merged left to right. Paths in a file are relative to it.
         overrides: ``a.b=value`` arguments, merged over the files. Values are YAML.
+        trees: Plain values by key, merged over all these. A key may be dotted.
 
     Returns:
         The settings, and the file or argument that set each given key last.
@@ -138,6 +142,9 @@ def load_settings(
             problems.append(str(error))
             continue
         _merge(tree, expand_shorthand(cls, branch), "command line", sources)
+    for given in trees:
+        for key, value in given.items():
+            _merge(tree, expand_shorthand(cls, _below(key, value)), "Python", sources)
     settings = build(cls, tree, sources, problems)
     return Loaded(settings, sources)
 
@@ -399,6 +406,11 @@ def _parse_override(text: str) -> Tree:
             f"{key}: {value!r} is not a YAML value: {error}; to give it as text, put quotes inside "
             f"the quotes: {key}='\"...\"'"
         ) from None
+    return _below(key, leaf)
+
+
+def _below(key: str, leaf: object) -> Tree:
+    """Return the tree with ``leaf`` at the dotted ``key``."""
     first, *below = key.split(".")
     for part in reversed(below):
         leaf = {part: leaf}

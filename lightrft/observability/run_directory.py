@@ -45,6 +45,7 @@ OURS = (
         "summary.json",
         "samples.json",
         "report.html",
+        "curves.html",
         "report.md",
         "eval.yaml",
         "config.yaml",

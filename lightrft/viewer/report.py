@@ -49,21 +49,20 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def render(run: RunData) -> str:
-    """Return the page.
+def write_curves(folder: Path) -> Path:
+    """Write ``curves.html``, the curves of the report alone, into a run folder.
 
-    Every text of the run is escaped. A content security policy allows only this page's styles and
-    scripts, by their hashes.
+    Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
     """
+    run, path = read_run(folder), folder / "curves.html"
+    drawn = plots(run)
+    write_atomic(path, _page(run.name, [_curves(run, drawn)], drawn))
+    return path
+
+
+def render(run: RunData) -> str:
+    """Return the page of the report."""
     drawn, judged = plots(run), reward_plots(run)
-    styles = [_asset("vendor/uplot/uPlot.min.css"), _asset("report.css")]
-    # A copy of uPlot must have its licence.
-    notice = f"/*\n{_asset('vendor/uplot/LICENSE')}\n*/\n"
-    scripts = [
-        notice + _asset("vendor/uplot/uPlot.iife.min.js"),
-        _asset("plots.js"),
-        _asset("report.js"),
-    ]
     sections = [
         _header(run),
         _hero(run),
@@ -74,6 +73,28 @@ def render(run: RunData) -> str:
         _settings(run),
         _next(run),
     ]
+    return _page(run.name, sections, [*drawn, *judged])
+
+
+def _page(name: str, sections: Sequence[str], drawn: Sequence[Plot]) -> str:
+    """Return a page.
+
+    Every text of the run is escaped. A content security policy allows only this page's styles and
+    scripts, by their hashes.
+
+    Args:
+        name: Name of the run.
+        sections: HTML of each part; empty ones are left out.
+        drawn: Plots of the sections.
+    """
+    styles = [_asset("vendor/uplot/uPlot.min.css"), _asset("report.css")]
+    # A copy of uPlot must have its licence.
+    notice = f"/*\n{_asset('vendor/uplot/LICENSE')}\n*/\n"
+    scripts = [
+        notice + _asset("vendor/uplot/uPlot.iife.min.js"),
+        _asset("plots.js"),
+        _asset("report.js"),
+    ]
     given = f"style-src {_hashes(styles)}; script-src {_hashes(scripts)}"
     policy = f"default-src 'none'; img-src data:; media-src data:; {given}; base-uri 'none'"
     return (
@@ -81,12 +102,12 @@ def render(run: RunData) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(run.name)}: run report</title>\n"
+        f"<title>{escape(name)}: run report</title>\n"
         + "".join(f"<style>{style}</style>\n" for style in styles)
         + "</head>\n<body>\n<main>\n"
         + "\n".join(part for part in sections if part)
         + "\n<footer>Written by lightrft from the files next to this page.</footer>\n</main>\n"
-        + plot_data([*drawn, *judged])
+        + plot_data(drawn)
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
     )

@@ -22,6 +22,7 @@ LEVELS = (
     ("workers",),
     ("trainer",),
     ("diagnostics", "viewer", "serving", "compat"),
+    ("api",),
     ("cli",),
     ("__main__",),
 )

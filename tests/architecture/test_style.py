@@ -30,6 +30,7 @@ RUNS_DATA = {
 OURS = {
     ("rewards", "sandbox", "worker"): "pickle.loads",
     ("rewards", "sandbox", "trial"): "pickle.loads",
+    ("utils", "memory_function"): "pickle.loads",
 }
 
 

@@ -309,7 +309,7 @@ def watch():
         print('first', *sorted({name.partition('.')[0] for name in sys.modules} - known), flush=True)
         os._exit(0)
     NativeEngine.generate = generate
-import lightrft.cli.dispatch as launch
+import lightrft.api.start as launch
 real = launch.program
 def program(*args):
     found = real(*args)

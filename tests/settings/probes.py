@@ -20,7 +20,7 @@ from pytest import MonkeyPatch
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import with_token_masks
-from lightrft.cli.dispatch import program
+from lightrft.api.start import program
 from lightrft.cli.main import main
 from lightrft.config.base import build, to_yaml
 from lightrft.config.model import ModelConfig

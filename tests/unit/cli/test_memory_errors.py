@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.cli.arguments import memory_errors
+from lightrft.api.start import memory_errors
 from lightrft.utils.errors import ResourceError
 
 

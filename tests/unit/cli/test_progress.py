@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli.dispatch import started
-from lightrft.cli.progress import check_trained, closing_lines, exit_status
+from lightrft.api.progress import closing_lines
+from lightrft.api.start import check_trained, exit_status, started
 from lightrft.config.base import build
 from lightrft.config.run import RunConfig
 from lightrft.config.verbs import RLConfig
@@ -85,7 +85,7 @@ def test_the_launcher_of_ranks_gives_the_status_that_they_may_not(monkeypatch, t
     config = build(RLConfig, {"run": {"dir": str(tmp_path)}, "launch": {"processes": 2}})
     for of_ranks, status in ((0, 143), (2, 2)):
         monkeypatch.setattr(
-            "lightrft.cli.dispatch.run_processes", lambda *_, of_ranks=of_ranks: of_ranks
+            "lightrft.api.start.run_processes", lambda *_, of_ranks=of_ranks: of_ranks
         )
         assert started("rl", [], config) == status
     monkeypatch.setenv("WORLD_SIZE", "2")

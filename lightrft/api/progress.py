@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightrft.api.start import check_trained, exit_status
 from lightrft.config.run import RunConfig
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.progress_bar import Progress
-from lightrft.utils.errors import NothingTrained, UserError, first_line, without_overwrite
+from lightrft.utils.errors import UserError, first_line, without_overwrite
 
 ACCURACIES = {"heldout_before": " before training", "heldout_after": " after training"}
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
@@ -86,54 +84,6 @@ def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
         said = f"report: not written ({first_line(error)}); lightrft report {folder} tries again"
     commands = next((k for k, line in enumerate(lines) if line.startswith("  ")), len(lines))
     return [*lines[:commands], said, *lines[commands:]]
-
-
-def exit_status(summary: Mapping[str, Any]) -> int:
-    """Return 0 for a finished run, or 128 plus the number of the signal that stopped it.
-
-    A rank of a launcher always returns 0. A launcher treats any other status as a failure and ends
-    the other ranks.
-    """
-    stopped = str(summary.get("stopped_by", ""))
-    # A run may also be stopped by a request that is no signal.
-    if "WORLD_SIZE" in os.environ or stopped not in signal.Signals.__members__:
-        return 0
-    return 128 + signal.Signals[stopped]
-
-
-def summary_text(run: RunConfig) -> str:
-    """Return the text of ``summary.json`` of a run, which is empty if there is none."""
-    file = Path(run.dir).expanduser() / run.name / "summary.json"
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
-
-
-def status_in(run: RunConfig, before: str) -> int:
-    """Return the exit status of a run from ``summary.json``, once all ranks have ended with 0.
-
-    Args:
-        run: Settings of the run.
-        before: ``summary_text`` before the run.
-    """
-    text = summary_text(run)
-    if run.overwrite and before and text == before:
-        # it was stopped before its first step, and the run that it was to replace is back
-        return 128 + signal.SIGTERM
-    try:
-        return exit_status(json.loads(text))
-    except ValueError:  # ranks that fail to write it report that and do not end with 0
-        return 0
-
-
-def check_trained(summary: Mapping[str, Any]) -> None:
-    """Raise ``NothingTrained`` for a finished run in which no step trained anything."""
-    if summary.get("finished") and summary["steps"] and summary.get("steps_trained") == 0:
-        raise NothingTrained(
-            f"nothing was trained (steps: {summary['steps']}): no response had an advantage, or "
-            "no optimizer step was taken; the warnings above and in log.txt say why"
-        )
 
 
 def stopped_at_start(summary: Mapping[str, Any]) -> bool:

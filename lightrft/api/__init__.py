@@ -1,0 +1,6 @@
+"""The Python way: every verb as a function, and the results of a run."""
+
+from lightrft.api.calls import FUNCTIONS
+from lightrft.api.run import Page, Run
+
+__all__ = ["FUNCTIONS", "Page", "Run"]

@@ -1,0 +1,236 @@
+"""The verbs as functions of Python: ``lightrft.rl(model=..., data=rows, rewards=[function])``."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightrft.api.inputs import FOLDER, is_rows, plain
+from lightrft.api.progress import watching
+from lightrft.api.run import Run
+from lightrft.api.start import check_trained, import_function, memory_errors, program, started
+from lightrft.api.verbs import (
+    JUDGE,
+    ONE_PROCESS,
+    SERVING,
+    TRAINING,
+    FolderConfig,
+    plain_settings,
+)
+from lightrft.config.base import Settings, has_setting, is_branch, load_settings, to_yaml
+from lightrft.config.run import RunConfig
+from lightrft.config.verbs import IterateConfig, RLConfig, TrainingConfig
+from lightrft.observability.logging_setup import log_to_terminal, stop_logging
+from lightrft.utils.atomic_files import write_atomic
+from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.errors import ConfigError, did_you_mean
+from lightrft.utils.memory_function import DIGITS
+from lightrft.utils.stop_signal import raise_at_termination
+
+Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Settings
+"""Settings: the path of a YAML file, a tree of values, or a config object."""
+
+SHORT = {
+    "data": "data.sources",
+    "validation": "validation.sources",
+    "eval": "eval.data.sources",
+    "rewards": "reward.terms",
+    "reward": "reward.terms",
+    "steps": "train.steps",
+    "epochs": "train.epochs",
+    "lr": "optimizer.lr",
+    "name": "run.name",
+    "dir": "run.dir",
+}
+"""Keyword to the setting that its value is for, unless it is a table of settings."""
+
+
+def call(verb: str, *configs: Given, **settings: Any) -> Any:
+    """Run a verb, and return its result.
+
+    Args:
+        verb: The name of the verb.
+        configs: Settings, merged left to right.
+        settings: Settings by name, merged over ``configs``. A name may be dotted. A function, rows
+            or a model may stand where its name or path does.
+
+    Returns:
+        A ``Run`` for verbs that train, the server for verbs that serve, and the result of the
+        verb's own function for others.
+
+    Raises:
+        ConfigError: Lists every problem of the settings.
+    """
+    table = {**TRAINING, **ONE_PROCESS, **SERVING, "iterate": None}
+    if verb not in table:
+        raise ConfigError(f"there is no function of the verb {verb!r}{did_you_mean(verb, table)}")
+    if verb in TRAINING:
+        return _trained(
+            verb, TRAINING[verb].function, read(TRAINING[verb].settings, configs, settings)
+        )
+    if verb == "iterate":
+        function = "lightrft.trainer.pipelines.iterate:run_iterate"
+        return _trained(verb, function, read(IterateConfig, configs, settings))
+    row = ONE_PROCESS[verb] if verb in ONE_PROCESS else SERVING[verb]
+    config = read(row.settings, configs, settings)
+    threads = 0 if isinstance(config, FolderConfig) else _threads(config)
+    with _session():
+        return import_function(row.function, threads)(config)
+
+
+def call_judge(method: str, *configs: Given, **settings: Any) -> Run:
+    """Train a judge of responses, and return the run.
+
+    Args:
+        method: ``sft``, ``rl`` or ``dpo``.
+        configs: As in ``call``.
+        settings: As in ``call``.
+    """
+    if method not in JUDGE:
+        raise ConfigError(f"there is no method {method!r}{did_you_mean(method, JUDGE)}")
+    config = plain_settings(read(JUDGE[method].settings, configs, settings))
+    return _trained(method, JUDGE[method].function, config)
+
+
+def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) -> Any:
+    """Return the settings of a verb. Functions, rows and models of the program become files.
+
+    Args:
+        cls: Class of the settings.
+        configs: As in ``call``.
+        settings: As in ``call``.
+    """
+    files = [os.fspath(one) for one in configs if isinstance(one, str | os.PathLike)]
+    trees = [
+        _tree(cls, one) for one in [*configs, settings] if not isinstance(one, str | os.PathLike)
+    ]
+    where = RunConfig().dir
+    for tree in trees:
+        run = tree.get("run")
+        where = str(tree.get("run.dir") or (run.get("dir") if is_branch(run) else None) or where)
+    folder = Path(where).expanduser() / FOLDER
+    return load_settings(cls, files, (), [plain(tree, folder) for tree in trees]).settings
+
+
+def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
+    """Return ``given`` as a tree whose keys are settings of ``cls``."""
+    if isinstance(given, Settings):
+        given = given.model_dump(exclude_unset=True)
+    if not is_branch(given):
+        raise ConfigError(
+            f"{given!r} is neither a YAML file nor settings; name settings: model=..., data=..."
+        )
+    found: dict[str, Any] = {}
+    in_memory = False
+    for key, value in given.items():
+        is_section = isinstance(value, Settings) or (is_branch(value) and not is_rows(value))
+        long = SHORT.get(key, key)
+        found[long if not is_section and has_setting(cls, long) else key] = value
+        below = value.get("sources") if is_branch(value) else value
+        in_memory = in_memory or (key.startswith(("data", "validation", "eval")) and is_rows(below))
+    # Media of rows are relative to the working directory, not to the file of the rows.
+    if in_memory and has_setting(cls, "data.media.root"):
+        found = {"data.media.root": str(Path.cwd()), **found}
+    return found
+
+
+def _trained(verb: str, function: str, config: Any) -> Run:
+    """Train, and return the run. It is also returned if it was stopped, as by Ctrl-C.
+
+    Args:
+        verb: Name of the verb.
+        function: Its function, as ``module:name``.
+        config: Settings of the run.
+    """
+    path = Path(config.run.dir).expanduser() / config.run.name
+    with _session():
+        if isinstance(config, RLConfig):
+            from lightrft.trainer.checks.check_rollout import check_algorithm
+
+            check_algorithm(config)
+        if isinstance(config, IterateConfig):
+            with watching(config.run) as observer:
+                summary = import_function(function, config.run.threads)(config, observer)
+        elif _in_processes(verb, config):
+            return Run(path)
+        else:
+            with watching(config.run) as observer:
+                summary = program(function, config)(config, observer)
+    check_trained(summary)
+    return Run(path)
+
+
+def _in_processes(verb: str, config: TrainingConfig) -> bool:
+    """Train in processes of torchrun if the settings say so. Return False if they do not."""
+    if config.launch.processes == 1 or "WORLD_SIZE" in os.environ:
+        return started(verb, [], config) is not None
+    text = to_yaml(config)
+    folder = Path(config.run.dir).expanduser() / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}.yaml"
+    write_atomic(file, text, private=True)
+    status = started(verb, [str(file.absolute())], config)
+    if status is None:
+        return False
+    if status and not Run(Path(config.run.dir).expanduser() / config.run.name).summary:
+        raise ConfigError(f"lightrft {verb} ended with status {status}; its messages are above")
+    return True
+
+
+def _threads(config: Any) -> int:
+    return config.run.threads if hasattr(config, "run") else config.threads
+
+
+@contextmanager
+def _session() -> Generator[None]:
+    """Show warnings, and explain out-of-memory errors, as the command line does."""
+    if "torch" not in sys.modules:
+        set_thread_policy()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    shown = log_to_terminal(logging.WARNING)
+    try:
+        with (
+            nullcontext() if "WORLD_SIZE" in os.environ else raise_at_termination(),
+            memory_errors(),
+        ):
+            yield
+    finally:
+        stop_logging(shown)
+
+
+def _function(verb: str, about: str) -> Callable[..., Any]:
+    """Return the function of a verb.
+
+    Args:
+        verb: Name of the verb.
+        about: First line of its docstring.
+    """
+
+    def run(*configs: Given, **settings: Any) -> Any:
+        return call(verb, *configs, **settings)
+
+    run.__name__ = run.__qualname__ = verb.replace("-", "_")
+    run.__doc__ = about
+    return run
+
+
+def grm(method: str, *configs: Given, **settings: Any) -> Run:
+    """Train a judge of responses by ``method``: sft, rl or dpo. See ``call``."""
+    return call_judge(method, *configs, **settings)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{
+        verb.replace("-", "_"): _function(verb, row.about)
+        for verb, row in {**TRAINING, **ONE_PROCESS, **SERVING}.items()
+    },
+    "iterate": _function("iterate", "Repeat: generate, select by reward, and train."),
+    "grm": grm,
+}
+"""Every verb that is a function, by the name of the function."""

@@ -1,0 +1,196 @@
+"""The results of a run, read from its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from lightrft.api.progress import closing_lines
+from lightrft.config.base import build, parse_yaml
+from lightrft.config.data import DataConfig
+from lightrft.config.run import RunConfig
+from lightrft.observability.trackers import read_rows
+from lightrft.utils.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Page:
+    """An HTML page in a file, which notebooks show.
+
+    Args:
+        path: The file.
+        height: Height in a notebook, in pixels.
+    """
+
+    def __init__(self, path: Path, height: int) -> None:
+        self.path = path
+        self.height = height
+
+    def __repr__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        """Return the page as an element of a notebook's page."""
+        text = escape(self.path.read_text(encoding="utf-8"), quote=True)
+        style = f"width:100%;height:{self.height}px;border:0"
+        return f'<iframe srcdoc="{text}" style="{style}"></iframe>'
+
+
+class Run:
+    """A run that trains, or that has trained: its metrics, responses, model and report.
+
+    Everything is read from the folder at the time of the call.
+
+    Args:
+        path: The run folder, such as ``runs/first``.
+
+    Raises:
+        DataError: ``path`` is not a run folder.
+
+    Example::
+
+        run = lightrft.Run("runs/first")
+        run.metrics["reward/mean"]
+        run.generate("What is 2 + 3?")
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        if not (self.path / "config.yaml").is_file():
+            raise DataError(f"{path} is not a run's folder: it has no config.yaml")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings of the run, as in ``config.yaml``."""
+        return parse_yaml((self.path / "config.yaml").read_text(encoding="utf-8"))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``; empty until the run ends."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @property
+    def verb(self) -> str:
+        """The verb of the run."""
+        return str(self.summary.get("verb") or self.metrics["phase"].iloc[-1])
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics of each step, one row per step. The index is the step."""
+        import pandas
+
+        frame = pandas.DataFrame(read_rows(self.path / "metrics.jsonl"))
+        return frame.set_index("step") if "step" in frame else frame
+
+    def rollouts(self, step: int | None = None, kind: str = "step") -> pandas.DataFrame:
+        """Return the written responses, one row each: prompt, label, text, reward, its terms ...
+
+        Args:
+            step: Their step; None takes all.
+            kind: ``step`` for responses to train on, ``eval`` for those to the eval set.
+
+        Raises:
+            DataError: No responses were written for that step.
+        """
+        name = "*" if step is None else f"{step:06d}"
+        files = sorted((self.path / "rollouts").glob(f"{kind}_{name}.jsonl"))
+        if not files:
+            known = sorted((self.path / "rollouts").glob(f"{kind}_*.jsonl"))
+            steps = ", ".join(str(int(file.stem.rpartition("_")[2])) for file in known)
+            raise DataError(
+                f"{self.path} has no {kind} responses of step {step}; it has those of steps "
+                f"{steps or 'none'} (log.rollouts_every, eval.every)"
+            )
+        import pandas
+
+        rows = []
+        for file in files:
+            at = int(file.stem.rpartition("_")[2])
+            for row in _lines(file):
+                prompt = row.pop("prompt")
+                shown = {name: prompt[name] for name in ("label", "id", "data_source", "columns")}
+                rows.append({"step": at, "prompt": prompt["text"], **shown, **row})
+        return pandas.DataFrame(rows)
+
+    def report(self) -> Page:
+        """Write ``report.html``, and return it. A notebook shows it."""
+        from lightrft.viewer.report import write_report
+
+        return Page(write_report(self.path), 900)
+
+    def plot(self) -> Page:
+        """Write the curves of the run as ``curves.html``, and return it. A notebook shows it."""
+        from lightrft.viewer.report import write_curves
+
+        return Page(write_curves(self.path), 560)
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model.
+
+        Raises:
+            DataError: The run has not finished.
+        """
+        if not (folder := self.path / "model").is_dir():
+            raise DataError(f"{self.path} has no model yet: the run has not finished")
+        return folder
+
+    def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
+        """Return a response of the trained model to each prompt.
+
+        Prompts are written, and responses sampled, as in the run.
+
+        Args:
+            prompts: One prompt, or several.
+            settings: Settings of ``lightrft generate`` that differ, such as
+                ``sampling={"temperature": 0}``.
+
+        Returns:
+            The text of the response, or a list of texts for a list of prompts.
+        """
+        from lightrft.api.calls import call
+
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        own = self.config
+        data = {key: value for key, value in own["data"].items() if key in DataConfig.model_fields}
+        unread = ("columns", "judgement", "shuffle", "bad_rows")
+        data = {key: value for key, value in data.items() if key not in unread}
+        kept = {key: own[key] for key in ("sampling", "engine", "strategy") if key in own}
+        with TemporaryDirectory() as scratch:
+            rows = [{"prompt": prompt} for prompt in asked]
+            own_run = {"dir": scratch, "threads": own["run"]["threads"], "progress": False}
+            output = Path(scratch) / "answers.jsonl"
+            base = {**kept, "data": {**data, "sources": rows, "overlong_prompts": "error"}}
+            base |= {"model": {"path": str(self.model)}, "output": str(output), "run": own_run}
+            call("generate", base, **settings)
+            found = [str(row["response"]) for row in _lines(output)]
+        return found[0] if isinstance(prompts, str) else found
+
+    def resume(self, **settings: Any) -> Run:
+        """Go on from the newest checkpoint of the run, and return the run.
+
+        Args:
+            settings: Settings that may differ when a run resumes, such as ``steps``.
+        """
+        from lightrft.api.calls import call
+
+        again = {"run.resume": "auto", "run.overwrite": False, **settings}
+        return call(self.verb, self.config, **again)
+
+    def __repr__(self) -> str:
+        run = build(RunConfig, self.config["run"])
+        if not self.summary:
+            return f"{self.path}: no summary yet"
+        return "\n".join(closing_lines(run, self.summary))
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,196 @@
+"""The verbs as functions of Python: what a program or a notebook trains, and what it reads back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lightrft
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.utils.errors import ConfigError, DataError, RewardError
+from tests.e2e.command import command
+
+SUMS = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
+SMALL = {
+    "rollout": {"prompts_per_step": 4, "group_size": 4},
+    "sampling": {"max_new_tokens": 6},
+    "log": {"tensorboard": False},
+    "run.progress": False,
+    "run.threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", vocab_size=len(tiny_tokenizer())), tiny_tokenizer()
+
+
+@pytest.fixture
+def rl(model, tmp_path: Path):
+    """``rl(settings...)``: a run of two steps, whose reward is the share of even characters."""
+
+    def even(rollout):
+        return sum(ord(letter) % 2 == 0 for letter in rollout.text) / max(1, len(rollout.text))
+
+    def run(*configs, **over):
+        given = {"model": model, "data": SUMS, "rewards": [even], "steps": 2, "dir": str(tmp_path)}
+        return lightrft.rl(*configs, **{**SMALL, **given, **over})
+
+    return run
+
+
+def test_a_function_rows_and_a_model_of_the_program_train_in_one_call(rl, tmp_path):
+    run = rl(name="first")
+    assert isinstance(run, lightrft.Run) and run.path == tmp_path / "first"
+    assert list(run.metrics.index) == [1, 2]
+    assert 0 < run.metrics["reward/mean"].iloc[0] < 1
+    assert run.summary["finished"] and run.verb == "rl"
+    rollouts = run.rollouts(step=1)
+    assert len(rollouts) >= 16 and set(rollouts["step"]) == {1}
+    for row in rollouts.to_dict("records"):
+        even = sum(ord(letter) % 2 == 0 for letter in row["text"]) / max(1, len(row["text"]))
+        assert row["terms"]["even"] == pytest.approx(even)
+        [asked] = [one for one in SUMS if one["prompt"] in row["prompt"]]
+        assert row["label"] == asked["label"]
+    with pytest.raises(DataError, match="no step responses of step 7; it has those of steps 1, 2"):
+        run.rollouts(step=7)
+    assert "finished at step 2" in repr(run)
+    assert lightrft.Run(tmp_path / "first").metrics.equals(run.metrics)
+
+
+def test_a_trained_model_answers_as_in_the_run_and_its_pages_are_shown(rl):
+    run = rl()
+    greedy = {"sampling.temperature": 0.0}
+    texts = run.generate(["1+2=", "2+2="], **greedy)
+    assert len(texts) == 2 and texts[1] == run.generate("2+2=", **greedy)
+    for page in (run.report(), run.plot()):
+        assert page.path.is_file() and page._repr_html_().startswith("<iframe srcdoc=")
+    assert "reward" in run.plot().path.read_text(encoding="utf-8")
+
+
+def test_the_command_line_gives_bit_for_bit_the_same_numbers(rl, tmp_path, capsys):
+    run = rl(name="python")
+    file = run.path / "config.yaml"
+    assert command(capsys, "rl", file, "run.name=shell").status == 0
+    other = lightrft.Run(tmp_path / "shell")
+    for name in ("policy/loss", "policy/grad_norm", "reward/mean", "response/length"):
+        assert list(other.metrics[name]) == list(run.metrics[name])
+    weights = [load_file(one.model / "model.safetensors") for one in (run, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_settings_of_a_finished_run_are_read_from_its_folder(rl):
+    run = rl(algorithm="dapo", lr=3e-4)
+    assert run.config["algorithm"]["preset"] == "dapo" and run.config["optimizer"]["lr"] == 3e-4
+    [source] = run.config["data"]["sources"]
+    assert source["name"] == "rows" and Path(source["path"]).parent.name == "inputs"
+
+
+def test_a_run_is_resumed_with_the_same_functions_and_rows_and_refused_with_others(rl):
+    run = rl(name="long", **{"checkpoint.every": 1})
+    again = rl(name="long", steps=3, **{"run.resume": "auto"})
+    assert list(again.metrics.index) == [1, 2, 3]
+    with pytest.raises(ConfigError, match="reward.terms"):
+        rl(
+            name="long",
+            steps=4,
+            rewards=[lambda rollout: 1.0 * len(rollout.text)],
+            **{"run.resume": "auto"},
+        )
+    with pytest.raises(ConfigError, match="data.sources"):
+        rl(name="long", steps=4, data=SUMS[1:], **{"run.resume": "auto"})
+    assert list(lightrft.Run(run.path).metrics.index) == [1, 2, 3]
+
+
+def test_an_interrupt_stops_at_a_checkpoint_and_the_run_goes_on_later(rl, tmp_path):
+    def interrupt():
+        rows = tmp_path / "cut" / "metrics.jsonl"
+        while not rows.is_file() or not rows.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    run = rl(name="cut", steps=10_000)  # many more than it takes
+    thread.join()
+    taken = run.summary["steps"]
+    assert not run.summary["finished"] and 0 < taken < 10_000
+    assert "stopped" in repr(run) and run.summary["saved_step"] == taken
+    with pytest.raises(DataError, match="has no model yet"):
+        run.generate("1+1=")
+    assert list(run.resume(steps=taken + 2).metrics.index) == list(range(1, taken + 3))
+
+
+def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_written(rl, tmp_path):
+    lock = threading.Lock()
+
+    def guarded(rollout):
+        with lock:
+            return 1.0
+
+    with pytest.raises(ConfigError, match="uses 'lock', which is of type lock"):
+        rl(rewards=[guarded], name="none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_reward_that_fails_is_reported_with_its_error(rl):
+    def broken(rollout):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match="answer"):
+        rl(rewards=[broken])
+
+
+def test_supervised_and_preference_training_evaluation_and_generation_are_functions(
+    model, tmp_path
+):
+    common = {"dir": str(tmp_path), "run.progress": False, "log": {"tensorboard": False}}
+    rows = [{"prompt": row["prompt"], "response": row["label"]} for row in SUMS]
+    sft = lightrft.sft(model=model, data=rows, batch_size=4, steps=2, name="sft", **common)
+    assert list(sft.metrics.index) == [1, 2]
+    pairs = [{"prompt": row["prompt"], "chosen": row["label"], "rejected": "no"} for row in SUMS]
+    dpo = lightrft.dpo(model=sft.model, data=pairs, batch_size=4, steps=2, name="dpo", **common)
+    assert dpo.verb == "dpo" and dpo.model.is_dir()
+    found = lightrft.eval(
+        model=dpo.model,
+        eval={"data": {"sources": SUMS[:6]}, "sampling": {"max_new_tokens": 4}},
+        rewards=["math"],
+        dir=str(tmp_path),
+        name="eval",
+    )
+    assert 0 <= found.metrics["eval/accuracy"] <= 1
+    output = tmp_path / "answers.jsonl"
+    settings = {"sampling": {"max_new_tokens": 4}, "output": str(output)}
+    lightrft.generate(model=str(dpo.model), data=SUMS[:3], dir=str(tmp_path), **settings)
+    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_processes_train_with_functions_and_rows_of_the_program(rl):
+    run = rl(name="two", launch={"processes": 2}, strategy={"device": "cpu"})
+    assert list(run.metrics.index) == [1, 2] and run.summary["finished"]
+
+
+def test_importing_the_package_imports_no_torch_and_no_settings():
+    code = "import sys, lightrft; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_verb_of_the_list_is_a_function_with_a_docstring():
+    for name in lightrft.VERBS:
+        function = getattr(lightrft, name)
+        assert function.__name__ == name and function.__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'train'"):
+        lightrft.train  # noqa: B018
+    with pytest.raises(ConfigError, match="did you mean"):
+        lightrft.grm("sftt")
