@@ -188,7 +188,8 @@ class Run:
         run = build(RunConfig, self.config["run"])
         if not self.summary:
             return f"{self.path}: no summary yet"
-        return "\n".join(closing_lines(run, self.summary))
+        lines = closing_lines(run, self.summary)
+        return "\n".join(line for line in lines if not line.startswith("  "))  # no commands
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

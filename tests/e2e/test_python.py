@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ConfigError, DataError, RewardError
 from tests.e2e.command import command
 
+ROOT = Path(__file__).resolve().parents[2]
 SUMS = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
 SMALL = {
     "rollout": {"prompts_per_step": 4, "group_size": 4},
@@ -100,14 +102,14 @@ def test_a_run_is_resumed_with_the_same_functions_and_rows_and_refused_with_othe
     run = rl(name="long", **{"checkpoint.every": 1})
     again = rl(name="long", steps=3, **{"run.resume": "auto"})
     assert list(again.metrics.index) == [1, 2, 3]
-    with pytest.raises(ConfigError, match="reward.terms"):
+    with pytest.raises(ConfigError, match=r"reward\.terms"):
         rl(
             name="long",
             steps=4,
             rewards=[lambda rollout: 1.0 * len(rollout.text)],
             **{"run.resume": "auto"},
         )
-    with pytest.raises(ConfigError, match="data.sources"):
+    with pytest.raises(ConfigError, match=r"data\.sources"):
         rl(name="long", steps=4, data=SUMS[1:], **{"run.resume": "auto"})
     assert list(lightrft.Run(run.path).metrics.index) == [1, 2, 3]
 
@@ -194,3 +196,37 @@ def test_every_verb_of_the_list_is_a_function_with_a_docstring():
         lightrft.train  # noqa: B018
     with pytest.raises(ConfigError, match="did you mean"):
         lightrft.grm("sftt")
+
+
+def python_of(page: Path) -> list[str]:
+    """The blocks of Python of a page, and the code cells of a notebook."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        return ["".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+def test_the_example_of_the_page_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    [example] = python_of(ROOT / "docs" / "python.md")
+    program = tmp_path / "program.py"
+    program.write_text(example, encoding="utf-8")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "run" / "model").is_dir() and "reward/mean" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_and_shows_its_results_in_jupyter(tmp_path):
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=1000, resources=place).execute()
+    shown = [cell.outputs[-1]["data"] for cell in notebook.cells[2:]]
+    assert "finished at step 20" in shown[0]["text/plain"]
+    assert shown[3]["text/html"].startswith("<iframe srcdoc=")
+    run = lightrft.Run(tmp_path / "runs" / "run")
+    assert run.metrics["reward/mean"].iloc[-1] > 0.5 > run.metrics["reward/mean"].iloc[0]

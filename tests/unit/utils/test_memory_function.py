@@ -120,7 +120,7 @@ def test_a_value_that_cannot_be_sent_is_named(tmp_path):
             return value > limit
 
     with pytest.raises(
-        ConfigError, match="'guarded' cannot be sent.*uses 'lock', which is of type"
+        ConfigError, match=r"'guarded' cannot be sent.*uses 'lock', which is of type"
     ):
         name_of_function(guarded, tmp_path)
     assert list(tmp_path.iterdir()) == []
