@@ -40,6 +40,21 @@ def made(
     return r, mixed_batch(mixed_prompts(r))
 
 
+ONE_OF_EACH = ("qwen3_vl", "llava", "paligemma", "glm4v_moe", "voxtral")
+"""Families whose parts and towers differ in kind, for what depends on the parts of a model alone:
+features at several layers, a tower of its own, a prefix in both directions, names of layers that
+tower and experts share, and sounds. That every family has its parts right is tested of all."""
+
+
+@pytest.fixture(scope="module", params=ONE_OF_EACH)
+def some(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Rig, Batch]:
+    """As ``made``, of a few families."""
+    r = rig(request.param, tmp_path_factory.mktemp("some"))
+    return r, mixed_batch(mixed_prompts(r))
+
+
 def load(r: Rig, **options: Any) -> Actor:
     return Actor.load(
         ModelConfig.model_validate({"path": str(r.path), "dtype": "float32", **options})
@@ -131,9 +146,9 @@ def test_freezing_everything_is_an_error_that_says_so(tmp_path):
         prepared(actor)
 
 
-def test_each_part_moves_by_its_own_rate(made):
+def test_each_part_moves_by_its_own_rate(some):
     """The first step of AdamW is the rate itself, wherever there is a gradient."""
-    r, batch = made
+    r, batch = some
     actor = load(r)
     before = copy_of(actor)
     take(*prepared(actor, lr_of=RATES, max_grad_norm=None, eps=1e-16), batch)
@@ -143,8 +158,8 @@ def test_each_part_moves_by_its_own_rate(made):
     assert far["language"] == pytest.approx(1e-2, rel=1e-2)
 
 
-def test_the_schedule_scales_every_rate_alike(made):
-    r, batch = made
+def test_the_schedule_scales_every_rate_alike(some):
+    r, batch = some
     strategy, state = prepared(
         load(r), lr_of=RATES, schedule="linear", min_lr_ratio=0.0, warmup_steps=1
     )
@@ -154,15 +169,15 @@ def test_the_schedule_scales_every_rate_alike(made):
         take(strategy, state, batch)
 
 
-def test_the_rate_that_is_told_is_that_of_the_rest(made):
-    r, batch = made
+def test_the_rate_that_is_told_is_that_of_the_rest(some):
+    r, batch = some
     strategy, state = prepared(load(r), lr_of={"language": 1e-5})
     strategy.backward(state, -state.model.score(batch).logprobs.mean(), last=True)
     assert strategy.step(state).lr == 1e-2
 
 
-def test_a_rate_of_the_language_model_alone_leaves_its_critic_head_with_it(made):
-    r, _ = made
+def test_a_rate_of_the_language_model_alone_leaves_its_critic_head_with_it(some):
+    r, _ = some
     critic = Critic.load(ModelConfig(path=str(r.path), dtype="float32"))
     _, state = prepared(critic, lr_of={"language": 1e-5})
     rate_of = {
@@ -178,8 +193,8 @@ def test_a_rate_of_a_part_that_the_model_lacks_is_an_error(tmp_path, part, why):
         prepared(Actor.load(ModelConfig(path=str(tmp_path))), lr_of={part: 1e-6})
 
 
-def test_a_rate_of_a_part_that_is_frozen_is_an_error(made):
-    r, _ = made
+def test_a_rate_of_a_part_that_is_frozen_is_an_error(some):
+    r, _ = some
     with pytest.raises(
         ConfigError, match=r"optimizer\.lr_of\.tower = 1e-06 changes nothing.*model\.freeze"
     ):
@@ -192,8 +207,8 @@ def test_a_rate_by_part_of_a_model_without_parts_is_an_error():
 
 
 @pytest.mark.slow
-def test_training_with_rates_by_part_goes_on_bit_for_bit_from_a_checkpoint(made, tmp_path):
-    r, batch = made
+def test_training_with_rates_by_part_goes_on_bit_for_bit_from_a_checkpoint(some, tmp_path):
+    r, batch = some
     options: dict[str, Any] = {"lr_of": RATES, "schedule": "cosine", "weight_decay": 0.1}
     strategy, whole = prepared(load(r), **options)
     for _ in range(4):
@@ -267,8 +282,8 @@ def shared_leaf(r: Rig) -> str:
 
 
 @pytest.mark.parametrize("as_pattern", [False, True])
-def test_a_leaf_name_that_the_tower_has_too_does_not_match_there(made, as_pattern):
-    r, _ = made
+def test_a_leaf_name_that_the_tower_has_too_does_not_match_there(some, as_pattern):
+    r, _ = some
     leaf = "q_proj" if SHARES_NAMES in str(r.path) else shared_leaf(r)
     targets = rf".*\.{leaf}" if as_pattern else [leaf]
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "targets": targets})
@@ -280,8 +295,8 @@ def test_a_leaf_name_that_the_tower_has_too_does_not_match_there(made, as_patter
     } == {leaf}
 
 
-def test_targets_that_the_asked_parts_do_not_have_are_an_error(made):
-    r, _ = made
+def test_targets_that_the_asked_parts_do_not_have_are_an_error(some):
+    r, _ = some
     with pytest.raises(
         ModelError,
         match=r"model\.lora\.targets.*'nothing'.*no module of language.*model\.lora\.parts",
@@ -299,8 +314,8 @@ def test_adapters_on_a_part_that_a_text_model_lacks_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("freeze_tower", [True, False])
-def test_the_documented_function_adapts_towers_only_where_they_are_not_frozen(made, freeze_tower):
-    r, _ = made
+def test_the_documented_function_adapts_towers_only_where_they_are_not_frozen(some, freeze_tower):
+    r, _ = some
     model = Actor.load(ModelConfig(path=str(r.path))).model
     adapted = apply_lora_configuration(model, 2, 4.0, 0.0, freeze_vision_tower=freeze_tower)  # type: ignore[arg-type]
     assert trained_parts(Actor(adapted)) == (
@@ -333,8 +348,8 @@ def test_trained_adapters_of_every_part_are_merged_into_what_is_exported_and_com
     assert trained_parts(again) == set(adaptable(r))
 
 
-def test_adapters_get_the_rates_of_their_parts(made):
-    r, batch = made
+def test_adapters_get_the_rates_of_their_parts(some):
+    r, batch = some
     actor = load(r, lora={"rank": 2, "alpha": 4.0, "parts": adaptable(r)})
     before = copy_of(actor)
     rates = {part: rate for part, rate in RATES.items() if part in adaptable(r)}
