@@ -120,10 +120,11 @@ def python_stub() -> str:
     )
     head = [
         "# Made by docs/generate.py from the settings: `make docs` writes it.",
-        "from collections.abc import Iterable, Mapping, Sequence",
+        "from collections.abc import Callable, Iterable, Mapping, Sequence",
         "from os import PathLike",
         "from typing import Any, Literal, TypeAlias",
         "",
+        "from lightrft.api.progress import Step",
         "from lightrft.api.run import Run as Run",
         *imports,
         "",
@@ -153,6 +154,8 @@ def _signature(name: str, cls: type[Settings]) -> str:
         fields += ["steps: int = ...", "epochs: int = ..."]
     if "reward" in cls.model_fields:
         fields.append("rewards: Any = ...")
+    if result == "Run":
+        fields.append("on_step: Callable[[Step], object] | None = ...")
     rows = [f"    {one}," for one in [*first, "*configs: Given", *fields, "**settings: Any"]]
     lines = [f'    """{FUNCTIONS[name].__doc__}', "", "    Args:"]
     for field in cls.model_fields:

@@ -1,8 +1,9 @@
 # Made by docs/generate.py from the settings: `make docs` writes it.
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
+from lightrft.api.progress import Step
 from lightrft.api.run import Run as Run
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
@@ -52,6 +53,7 @@ def rl(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model by reinforcement learning from rewards.
@@ -103,6 +105,7 @@ def sft(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Fine-tune a model on conversations, with the loss on assistant tokens.
@@ -153,6 +156,7 @@ def dpo(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model on preferred and rejected, or ranked, responses: DPO and its family.
@@ -208,6 +212,7 @@ def kto(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model on responses that are labelled as desirable or not: KTO, BCO.
@@ -257,6 +262,7 @@ def rm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a reward model on preferred and rejected, ranked or rated responses.
@@ -299,6 +305,7 @@ def prm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a process reward model on responses whose steps have labels.
@@ -351,9 +358,10 @@ def grm(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
-    """Train a judge of responses by ``method``: sft, rl or dpo. See ``call``.
+    """Train a judge of responses by ``method``: sft, rl or dpo.
 
     Args:
         run: Run folder and start.
@@ -408,6 +416,7 @@ def distill(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model towards a teacher's distributions, on given or on sampled responses.
@@ -460,6 +469,7 @@ def iterate(
     dpo: DPOConfig | Mapping[str, Any] | None = ...,
     kto: KTOConfig | Mapping[str, Any] | None = ...,
     rewards: Any = ...,
+    on_step: Callable[[Step], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Repeat: generate, select by reward, and train.
@@ -526,7 +536,7 @@ def eval_rm(
     threshold: float | None = ...,
     max_tokens: int = ...,
     batch_size: int = ...,
-    max_tokens_per_micro_batch: int = ...,
+    max_tokens_per_micro_batch: Any | Literal["auto"] = ...,
     best_of: int | None = ...,
     worst: int = ...,
     strategy: StrategyConfig | Mapping[str, Any] = ...,
@@ -551,8 +561,8 @@ def eval_rm(
             happens to longer ones.
         batch_size: Number of rows that are read and scored together. A stopped evaluation resumes
             after the last batch.
-        max_tokens_per_micro_batch: Most tokens of one forward pass. Lower it if the device runs out
-            of memory.
+        max_tokens_per_micro_batch: Most tokens of one forward pass. `auto` is 16384 where there is
+            a GPU, and 2048 on a CPU. Lower it if the device runs out of memory.
         best_of: Largest n of the best-of-n curve. Prompts with fewer rated responses are left out
             of it. `null` takes the smallest number of responses to a prompt.
         worst: Number of pairs in the report whose order is most wrong, or of responses whose steps

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightrft.api.inputs import FOLDER, is_rows, plain
-from lightrft.api.progress import watching
+from lightrft.api.progress import OnStep, watching
 from lightrft.api.run import Run
 from lightrft.api.start import check_trained, import_function, memory_errors, program, started
 from lightrft.api.verbs import (
@@ -27,6 +28,7 @@ from lightrft.config.base import Settings, has_setting, is_branch, load_settings
 from lightrft.config.run import RunConfig
 from lightrft.config.verbs import IterateConfig, RLConfig, TrainingConfig
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
+from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import ConfigError, did_you_mean
@@ -51,12 +53,14 @@ SHORT = {
 """Keyword to the setting that its value is for, unless it is a table of settings."""
 
 
-def call(verb: str, *configs: Given, **settings: Any) -> Any:
+def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: Any) -> Any:
     """Run a verb, and return its result.
 
     Args:
         verb: The name of the verb.
         configs: Settings, merged left to right.
+        on_step: Called after each step of a verb that trains, in this process. Its argument has
+            ``number``, ``metrics`` and ``stop()``.
         settings: Settings by name, merged over ``configs``. A name may be dotted. A function, rows
             or a model may stand where its name or path does.
 
@@ -67,35 +71,30 @@ def call(verb: str, *configs: Given, **settings: Any) -> Any:
     Raises:
         ConfigError: Lists every problem of the settings.
     """
-    table = {**TRAINING, **ONE_PROCESS, **SERVING, "iterate": None}
-    if verb not in table:
-        raise ConfigError(f"there is no function of the verb {verb!r}{did_you_mean(verb, table)}")
-    if verb in TRAINING:
-        return _trained(
-            verb, TRAINING[verb].function, read(TRAINING[verb].settings, configs, settings)
+    if verb in TRAINED:
+        cls, function = TRAINED[verb]
+        config = plain_settings(read(cls, configs, settings))
+        return _trained(verb.removeprefix("grm-"), function, config, on_step)
+    others = {**ONE_PROCESS, **SERVING}
+    if verb not in others:
+        hint = did_you_mean(verb, {**TRAINED, **others})
+        raise ConfigError(f"there is no function of the verb {verb!r}{hint}")
+    if on_step is not None:
+        raise ConfigError(
+            f"on_step is called by verbs that train, and {verb} does not; leave it out"
         )
-    if verb == "iterate":
-        function = "lightrft.trainer.pipelines.iterate:run_iterate"
-        return _trained(verb, function, read(IterateConfig, configs, settings))
-    row = ONE_PROCESS[verb] if verb in ONE_PROCESS else SERVING[verb]
-    config = read(row.settings, configs, settings)
+    config = read(others[verb].settings, configs, settings)
     threads = 0 if isinstance(config, FolderConfig) else _threads(config)
     with _session():
-        return import_function(row.function, threads)(config)
+        return import_function(others[verb].function, threads)(config)
 
 
-def call_judge(method: str, *configs: Given, **settings: Any) -> Run:
-    """Train a judge of responses, and return the run.
-
-    Args:
-        method: ``sft``, ``rl`` or ``dpo``.
-        configs: As in ``call``.
-        settings: As in ``call``.
-    """
-    if method not in JUDGE:
-        raise ConfigError(f"there is no method {method!r}{did_you_mean(method, JUDGE)}")
-    config = plain_settings(read(JUDGE[method].settings, configs, settings))
-    return _trained(method, JUDGE[method].function, config)
+TRAINED: dict[str, tuple[type[Settings], str]] = {
+    **{verb: (row.settings, row.function) for verb, row in TRAINING.items()},
+    **{f"grm-{method}": (row.settings, row.function) for method, row in JUDGE.items()},
+    "iterate": (IterateConfig, "lightrft.trainer.pipelines.iterate:run_iterate"),
+}
+"""Settings and function of each verb that trains."""
 
 
 def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) -> Any:
@@ -140,35 +139,44 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
     return found
 
 
-def _trained(verb: str, function: str, config: Any) -> Run:
+def _trained(verb: str, function: str, config: Any, on_step: OnStep | None) -> Run:
     """Train, and return the run. It is also returned if it was stopped, as by Ctrl-C.
 
     Args:
         verb: Name of the verb.
         function: Its function, as ``module:name``.
         config: Settings of the run.
+        on_step: As in ``call``.
     """
     path = Path(config.run.dir).expanduser() / config.run.name
     with _session():
         if isinstance(config, RLConfig):
-            from lightrft.trainer.checks.check_rollout import check_algorithm
-
             check_algorithm(config)
-        if isinstance(config, IterateConfig):
-            with watching(config.run) as observer:
-                summary = import_function(function, config.run.threads)(config, observer)
-        elif _in_processes(verb, config):
-            return Run(path)
-        else:
-            with watching(config.run) as observer:
-                summary = program(function, config)(config, observer)
+        run_here = partial(import_function, function, config.run.threads)
+        if not isinstance(config, IterateConfig):
+            if on_step is not None and _is_elsewhere(config):
+                raise ConfigError(
+                    "on_step is called in this process, and launch starts others; leave it out, or "
+                    "start this program itself with torchrun"
+                )
+            if _in_processes(verb, config):
+                return Run(path)
+            run_here = partial(program, function, config)
+        with watching(config.run, on_step) as observer:
+            summary = run_here()(config, observer)
     check_trained(summary)
     return Run(path)
 
 
+def _is_elsewhere(config: TrainingConfig) -> bool:
+    """Return True if the run is in other processes than this one."""
+    is_single = config.launch.processes == 1 or "WORLD_SIZE" in os.environ
+    return config.launch.kind == "ray" or not is_single
+
+
 def _in_processes(verb: str, config: TrainingConfig) -> bool:
     """Train in processes of torchrun if the settings say so. Return False if they do not."""
-    if config.launch.processes == 1 or "WORLD_SIZE" in os.environ:
+    if not _is_elsewhere(config) or config.launch.kind == "ray":
         return started(verb, [], config) is not None
     text = to_yaml(config)
     folder = Path(config.run.dir).expanduser() / FOLDER
@@ -221,8 +229,8 @@ def _function(verb: str, about: str) -> Callable[..., Any]:
 
 
 def grm(method: str, *configs: Given, **settings: Any) -> Run:
-    """Train a judge of responses by ``method``: sft, rl or dpo. See ``call``."""
-    return call_judge(method, *configs, **settings)
+    """Train a judge of responses by ``method``: sft, rl or dpo."""
+    return call(f"grm-{method}", *configs, **settings)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,38 @@ ACCURACIES = {"heldout_before": " before training", "heldout_after": " after tra
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
 
 
-class ProgressObserver:
-    """An observer that shows a progress bar for each phase of a run."""
+class Step:
+    """A finished step, as ``on_step`` gets it.
 
-    def __init__(self, stack: ExitStack, enabled: bool) -> None:
+    Attributes:
+        number: Number of the step; 0 for an evaluation before the first one.
+        phase: The verb, or a part of it.
+        metrics: Its metrics by name.
+        stopped: ``stop`` was called.
+    """
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.number = int(row["step"])
+        self.phase = str(row.get("phase", ""))
+        self.metrics = dict(row)
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Stop the run after this step. It writes a checkpoint, and can be resumed."""
+        self.stopped = True
+
+
+OnStep = Callable[[Step], object]
+"""A function that is called after each step."""
+
+
+class ProgressObserver:
+    """An observer that shows a progress bar for each phase of a run, and calls ``on_step``."""
+
+    def __init__(self, stack: ExitStack, enabled: bool, on_step: OnStep | None = None) -> None:
         self._stack = stack
         self._enabled = enabled
+        self._on_step = on_step
         self._progress: Progress | None = None
 
     def begin(self, title: str, total: int, done: int) -> None:
@@ -41,17 +67,21 @@ class ProgressObserver:
             Progress(total, title, done=done, enabled=self._enabled)
         )
 
-    def update(self, row: Mapping[str, Any]) -> None:
-        """Advance the progress bar with the metrics of a step."""
+    def update(self, row: Mapping[str, Any]) -> str | None:
+        """Advance the progress bar with the metrics of a step. Return a reason to stop, or None."""
         if self._progress is not None:
             self._progress.update(row)
+        if self._on_step is None:
+            return None
+        self._on_step(step := Step(row))
+        return "on_step" if step.stopped else None
 
 
 @contextmanager
-def watching(run: RunConfig) -> Generator[ProgressObserver]:
-    """Provide an observer for one run."""
+def watching(run: RunConfig, on_step: OnStep | None = None) -> Generator[ProgressObserver]:
+    """Provide an observer for one run, which calls ``on_step`` after each step."""
     with ExitStack() as stack:
-        yield ProgressObserver(stack, run.progress)
+        yield ProgressObserver(stack, run.progress, on_step)
 
 
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lightrft.api.progress import closing_lines
+from lightrft.api.progress import OnStep, closing_lines
 from lightrft.config.base import build, parse_yaml
 from lightrft.config.data import DataConfig
 from lightrft.config.run import RunConfig
@@ -173,16 +173,17 @@ class Run:
             found = [str(row["response"]) for row in _lines(output)]
         return found[0] if isinstance(prompts, str) else found
 
-    def resume(self, **settings: Any) -> Run:
+    def resume(self, *, on_step: OnStep | None = None, **settings: Any) -> Run:
         """Go on from the newest checkpoint of the run, and return the run.
 
         Args:
+            on_step: Called after each step.
             settings: Settings that may differ when a run resumes, such as ``steps``.
         """
         from lightrft.api.calls import call
 
-        again = {"run.resume": "auto", "run.overwrite": False, **settings}
-        return call(self.verb, self.config, **again)
+        resumed = {"run.resume": "auto", "run.overwrite": False}
+        return call(self.verb, self.config, resumed, on_step=on_step, **settings)
 
     def __repr__(self) -> str:
         run = build(RunConfig, self.config["run"])

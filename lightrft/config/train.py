@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from lightrft.config.base import Settings, changed_fields
 from lightrft.config.data import SFTDataConfig
 from lightrft.config.model import DType
 from lightrft.config.strategy import OptimizerConfig
+from lightrft.utils.lazy_imports import torch
 
 
 class TeacherConfig(Settings):
@@ -179,6 +180,21 @@ class PtxConfig(Settings):
     ones."""
 
 
+MicroBatchTokens: TypeAlias = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""Type of a setting that bounds the tokens of one forward pass."""
+
+
+def micro_batch_tokens(given: int | Literal["auto"]) -> int:
+    """Return ``given``, with ``auto`` replaced by the number for the device of this machine.
+
+    On a CPU, more tokens at once are not faster, and activations of 16,384 tokens fill the memory
+    of a laptop: 5.9 GiB for a model of 135 M parameters.
+    """
+    if given != "auto":
+        return given
+    return 16_384 if torch.cuda.is_available() else 2048
+
+
 class TrainConfig(Settings):
     """The optimizer steps of a run."""
 
@@ -187,9 +203,15 @@ class TrainConfig(Settings):
     ``epochs``."""
     epochs: float = Field(1.0, gt=0)
     """Passes over the data; read without ``steps``."""
-    max_tokens_per_micro_batch: int = Field(16_384, ge=1)
-    """Most tokens in one forward pass; a longer row goes alone. Lower it when memory runs out; the
-    loss stays the same, up to rounding."""
+    max_tokens_per_micro_batch: MicroBatchTokens = "auto"
+    """Most tokens in one forward pass; a longer row goes alone. ``auto`` is 16384 where there is a
+    GPU, and 2048 on a CPU. Lower it when memory runs out; the loss stays the same, up to
+    rounding."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """``max_tokens_per_micro_batch`` as a number."""
+        return micro_batch_tokens(self.max_tokens_per_micro_batch)
 
     def count_steps(self, rows: int, per_step: int) -> int:
         """Return ``steps``, or the steps that ``epochs`` passes over the data take.

@@ -37,6 +37,7 @@ from lightrft.config.train import (
     CriticConfig,
     DistillationConfig,
     DistillTeacherConfig,
+    MicroBatchTokens,
     PRMConfig,
     PtxConfig,
     RLTrainConfig,
@@ -406,8 +407,9 @@ class EvalRMConfig(Settings):
     batch_size: int = Field(64, ge=1)
     """Number of rows that are read and scored together. A stopped evaluation resumes after the
     last batch."""
-    max_tokens_per_micro_batch: int = Field(16384, ge=1)
-    """Most tokens of one forward pass. Lower it if the device runs out of memory."""
+    max_tokens_per_micro_batch: MicroBatchTokens = "auto"
+    """Most tokens of one forward pass. ``auto`` is 16384 where there is a GPU, and 2048 on a CPU.
+    Lower it if the device runs out of memory."""
     best_of: int | None = Field(None, ge=2)
     """Largest n of the best-of-n curve. Prompts with fewer rated responses are left out of it.
     ``null`` takes the smallest number of responses to a prompt."""

@@ -517,7 +517,10 @@ def _overlong(counts: Counter[str], what: str, setting: str) -> Finding:
 
 
 def _batch(config: TrainingConfig, lengths: Lengths) -> Iterator[Finding]:
-    budget = config.train.max_tokens_per_micro_batch
+    budget = config.train.micro_batch_tokens
+    if config.train.max_tokens_per_micro_batch == "auto":
+        says = f"= auto: {budget} tokens on this machine"
+        yield Finding("settings", "ok", "train.max_tokens_per_micro_batch", says)
     if budget < lengths.longest:
         says = (
             f"= {budget} is less than the longest row, {lengths.longest} tokens: such a row goes "

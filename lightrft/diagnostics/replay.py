@@ -117,7 +117,7 @@ def _run(
         phases: Some of ``PHASES``.
     """
     replayed = Replayed(batch)
-    max_tokens = config.train.max_tokens_per_micro_batch
+    max_tokens = config.train.micro_batch_tokens
     temperature = sampled_distribution(roles, config.sampling)
     if "policy" in phases:
         batch = with_policy(batch, roles, config, requirements)

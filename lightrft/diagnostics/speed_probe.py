@@ -211,7 +211,7 @@ def _timed_passes(
         rollout.reward = 0.0  # collating needs one, and its value costs no time
         groups.setdefault(rollout.prompt.id, []).append(rollout)
     batch = collate(list(groups.values()))
-    indices = micro_batches(batch, config.train.max_tokens_per_micro_batch, actor.layout)
+    indices = micro_batches(batch, config.train.micro_batch_tokens, actor.layout)
     parts = [batch.select(index).to(strategy.device) for index in indices]
 
     def forward() -> None:

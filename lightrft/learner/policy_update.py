@@ -340,7 +340,7 @@ def update(
             mini = with_importance_weights(mini, algorithm)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, settings))
-            clip, max_tokens = algorithm.value.clip, train.max_tokens_per_micro_batch
+            clip, max_tokens = algorithm.value.clip, train.micro_batch_tokens
             if roles.critic is not None:
                 metrics.merge(critic_step(roles.strategy, roles.critic, mini, clip, max_tokens))
             if roles.cost_critic is not None:
@@ -416,7 +416,7 @@ def with_current(mini: Batch, roles: Roles, settings: UpdateSettings, version: i
     if not settings.requirements.current:
         return mini
     logprobs = compute_logprobs(
-        roles.actor, mini, roles, settings.train.max_tokens_per_micro_batch, settings.temperature
+        roles.actor, mini, roles, settings.train.micro_batch_tokens, settings.temperature
     )
     return mini.replace(
         logprobs=logprobs,
@@ -468,7 +468,7 @@ def policy_step(
     reaches_all = roles.actor.router_loss is not None
     active = mini if reaches_all else mini.select(objective.active(mini))
     additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
-    budget = settings.train.max_tokens_per_micro_batch
+    budget = settings.train.micro_batch_tokens
     loss, metrics = optimizer_step(
         "policy", roles.strategy, roles.policy, active, budget, loss_of, additional
     )

@@ -20,8 +20,12 @@ class Observer(Protocol):
         """
         ...
 
-    def update(self, row: Row) -> None:
-        """Report a step. ``row`` contains its metrics and ``step``."""
+    def update(self, row: Row) -> str | None:
+        """Report a step. ``row`` contains its metrics and ``step``.
+
+        Returns:
+            A reason to stop the run after this step, or None.
+        """
         ...
 
 

@@ -195,7 +195,7 @@ def _learn_from(
 ) -> StepResult:
     """Compute the columns of ``batch`` and update the policy. See ``learn`` for the arguments."""
     metrics = Metrics()
-    max_tokens = config.train.max_tokens_per_micro_batch
+    max_tokens = config.train.micro_batch_tokens
     temperature = sampled_distribution(roles, config.sampling)
     with timers("logprobs"):
         metrics.merge(replay_metrics(roles, batch, temperature))
@@ -320,7 +320,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requ
             column.put(rows_of(batch.lengths, index), getattr(scores, name))
         return scores.logprobs
 
-    logprobs = map_micro_batches(batch, score, roles, train.max_tokens_per_micro_batch)
+    logprobs = map_micro_batches(batch, score, roles, train.micro_batch_tokens)
     old = logprobs if config.algorithm.old_logprobs == "policy" else batch.old_logprobs
     # Each rank fills in the rows of its micro-batches and leaves 0 elsewhere: the sum gathers them.
     group = roles.strategy.data_parallel_group
@@ -342,7 +342,7 @@ def with_reference(
     reference = roles.reference
     if reference is None or not requirements.reference:
         return batch
-    max_tokens = config.train.max_tokens_per_micro_batch
+    max_tokens = config.train.micro_batch_tokens
     # As sampled, so that the KL compares the distributions of both models.
     temperature = sampled_distribution(roles, config.sampling)
     logprobs = compute_logprobs(reference, batch, roles, max_tokens, temperature)
@@ -361,7 +361,7 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         config: settings of the run.
         controls: scale of the values.
     """
-    max_tokens = config.train.max_tokens_per_micro_batch
+    max_tokens = config.train.micro_batch_tokens
     final = config.algorithm.advantage.bootstrap_truncated
     if roles.critic is not None:
         critic = roles.critic.model

@@ -337,7 +337,8 @@ class RunSession:
         if tokens:  # an evaluation before the first step has no throughput
             row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
         self.folder.log(row)
-        self.observer.update(row)
+        if reason := self.observer.update(row):
+            self.stop.request(reason)
         return row
 
     def _about(self, trained: Mapping[str, TrainableModel]) -> dict[str, str]:

@@ -72,7 +72,7 @@ class SFTRun(PolicyRun):
                 self.roles.strategy,
                 self.roles.policy,
                 batch,
-                config.train.max_tokens_per_micro_batch,
+                config.train.micro_batch_tokens,
                 noise,
                 sources,
             )
@@ -82,7 +82,7 @@ class SFTRun(PolicyRun):
         if self.validation is None:
             return Metrics()
         config = self.config
-        budget = config.train.max_tokens_per_micro_batch
+        budget = config.train.micro_batch_tokens
         return evaluate_supervised(self.roles, self.validation, config.batch_size, budget)
 
     def state(self) -> State:

@@ -218,6 +218,9 @@ def _run_steps(run: TrainingRun) -> Summary:
             raise
         run.step += 1
         values = finish_step(run, metrics, is_first=run.step == first)
+    if run.step >= first:
+        # The request to stop may have come after the checkpoint of this step was due.
+        session.save_if_due(run.step, False, run.strategy, run.trained, run.state, values)
     # A run that was asked to stop resumes later, and writes no ``model/`` now.
     finished = not run.is_unevaluated and (run.step >= run.steps or run.reached(values))
     written = {"model_step": export_or_say(run)} if finished else {}

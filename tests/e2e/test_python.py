@@ -133,6 +133,25 @@ def test_an_interrupt_stops_at_a_checkpoint_and_the_run_goes_on_later(rl, tmp_pa
     assert list(run.resume(steps=taken + 2).metrics.index) == list(range(1, taken + 3))
 
 
+def test_a_function_of_the_program_sees_every_step_and_may_stop_the_run(rl):
+    seen = []
+
+    def watch(step):
+        seen.append((step.number, step.metrics["reward/mean"]))
+        if step.number == 3:
+            step.stop()
+
+    run = rl(name="watched", steps=50, on_step=watch)
+    assert [number for number, _ in seen] == [1, 2, 3]
+    assert [mean for _, mean in seen] == list(run.metrics["reward/mean"])
+    assert run.summary["stopped_by"] == "on_step" and run.summary["saved_step"] == 3
+    assert list(run.resume(steps=4, on_step=watch).metrics.index) == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="on_step is called in this process"):
+        rl(name="two", launch={"processes": 2}, on_step=watch)
+    with pytest.raises(ConfigError, match="on_step is called by verbs that train"):
+        lightrft.generate(on_step=watch)
+
+
 def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_written(rl, tmp_path):
     lock = threading.Lock()
 
@@ -208,7 +227,7 @@ def python_of(page: Path) -> list[str]:
 
 def test_the_example_of_the_page_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    [example] = python_of(ROOT / "docs" / "python.md")
+    example, *_ = python_of(ROOT / "docs" / "python.md")
     program = tmp_path / "program.py"
     program.write_text(example, encoding="utf-8")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)

@@ -314,7 +314,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
         lengths.samples,
         lengths.prompt,
         lengths.answer,
-        config.train.max_tokens_per_micro_batch,
+        config.train.micro_batch_tokens,
         model.layout,
         lengths.steps,
     )

@@ -91,7 +91,7 @@ class DistillRun(PolicyRun):
         if self.validation is None:
             return Metrics()
         config = self.config
-        budget = config.train.max_tokens_per_micro_batch
+        budget = config.train.micro_batch_tokens
         lessons = self.held_out(self.validation)
         return evaluate_distillation(self.roles, lessons, config.distill, budget)
 
@@ -128,7 +128,7 @@ class DistillRun(PolicyRun):
         # Not before the responses: the state of a step that ends there must not have moved.
         update_reference(self.roles, config.distill, self.step)
         with timers("update"):
-            budget = config.train.max_tokens_per_micro_batch
+            budget = config.train.micro_batch_tokens
             metrics.merge(distill_step(self.roles, lesson, config.distill, budget))
         return metrics
 

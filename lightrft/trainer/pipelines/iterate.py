@@ -78,9 +78,9 @@ class RoundObserver:
         """
         self.observer.begin(f"round {self.number}: {title}", total, done)
 
-    def update(self, row: Row) -> None:
+    def update(self, row: Row) -> str | None:
         """Report a step."""
-        self.observer.update(row)
+        return self.observer.update(row)
 
 
 def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summary:

@@ -115,7 +115,7 @@ def preference_settings(
     return PreferenceSettings(
         config.preference,
         requirements,
-        config.train.max_tokens_per_micro_batch,
+        config.train.micro_batch_tokens,
         config.run.seed,
         sources,
     )

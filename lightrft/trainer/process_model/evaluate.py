@@ -12,6 +12,7 @@ from pathlib import Path
 from lightrft.algorithms.process_reward.quality import ScoredSteps, step_quality
 from lightrft.config.base import changed_fields
 from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.train import micro_batch_tokens
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.row_warnings import check_rows, check_steps
@@ -162,7 +163,9 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
     check_rows(dataset, "steps.sources")
     check_steps(dataset, "steps")
     check_examples(model, dataset.longest, config.max_tokens)
-    placed = ProcessModelSettings(form, config.max_tokens_per_micro_batch, dataset.data_sources)
+    placed = ProcessModelSettings(
+        form, micro_batch_tokens(config.max_tokens_per_micro_batch), dataset.data_sources
+    )
     return _Prepared(model, strategy, dataset, placed, fingerprint(config.model, own))
 
 

@@ -166,7 +166,7 @@ def prepare(config: PRMVerbConfig, session: RunSession) -> ProcessModelRun:
         steps=steps,
         config=config,
         settings=ProcessModelSettings(
-            config.process_model, config.train.max_tokens_per_micro_batch, dataset.data_sources
+            config.process_model, config.train.micro_batch_tokens, dataset.data_sources
         ),
         placed=strategy,
         model=TrainableModel(model, strategy.prepare(model, config.optimizer, steps)),

@@ -22,6 +22,7 @@ from lightrft.algorithms.reward_model.quality import (
 from lightrft.algorithms.reward_model.rating_losses import right_signs, sign_problem
 from lightrft.algorithms.reward_model.requirements import signed_score
 from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.train import micro_batch_tokens
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_rows
@@ -205,7 +206,10 @@ def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredPro
     """
     dataset, heads = found.dataset, found.heads
     settings = RewardModelSettings(
-        found.model.settings, config.max_tokens_per_micro_batch, heads, dataset.data_sources
+        found.model.settings,
+        micro_batch_tokens(config.max_tokens_per_micro_batch),
+        heads,
+        dataset.data_sources,
     )
     model = config.model
     identity = {"data": dataset.digest(), "model": fingerprint(model, model_folder(model.path))}

@@ -138,7 +138,7 @@ def prepare(
         config=config,
         settings=RewardModelSettings(
             config.reward_model,
-            config.train.max_tokens_per_micro_batch,
+            config.train.micro_batch_tokens,
             dataset.heads,
             dataset.data_sources,
         ),

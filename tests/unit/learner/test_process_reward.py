@@ -52,7 +52,7 @@ def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_i
         batch,
         roles,
         config.prm,
-        config.train.max_tokens_per_micro_batch,
+        config.train.micro_batch_tokens,
         config.sampling.temperature,
         Metrics(),
     ).process_rewards
@@ -71,7 +71,7 @@ def test_without_the_role_the_batch_is_left_as_it_is() -> None:
             batch,
             roles_of(config),
             config.prm,
-            config.train.max_tokens_per_micro_batch,
+            config.train.micro_batch_tokens,
             config.sampling.temperature,
             Metrics(),
         )

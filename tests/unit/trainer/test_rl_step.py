@@ -95,7 +95,7 @@ def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor
         batch,
         roles,
         config.algorithm.distill,
-        config.train.max_tokens_per_micro_batch,
+        config.train.micro_batch_tokens,
         config.sampling.temperature,
     )
     batch = with_advantages(batch, config, Controllers.of(config.algorithm), requirements)

@@ -65,7 +65,7 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
         FrozenModel(local_frozen(model, SingleStrategy(CPU))),
         batch,
         roles,
-        config.train.max_tokens_per_micro_batch,
+        config.train.micro_batch_tokens,
         config.sampling.temperature,
     )
     try:
@@ -74,7 +74,7 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
                 remote,
                 batch,
                 roles,
-                config.train.max_tokens_per_micro_batch,
+                config.train.micro_batch_tokens,
                 config.sampling.temperature,
             ),
             expected,
@@ -85,7 +85,7 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
                 remote,
                 batch,
                 roles,
-                config.train.max_tokens_per_micro_batch,
+                config.train.micro_batch_tokens,
                 config.sampling.temperature,
             ),
             expected,
