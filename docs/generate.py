@@ -124,7 +124,7 @@ def python_stub() -> str:
         "from os import PathLike",
         "from typing import Any, Literal, TypeAlias",
         "",
-        "from lightrft.api.progress import Step",
+        "from lightrft.api.progress import StepEvent",
         "from lightrft.api.run import Run as Run",
         *imports,
         "",
@@ -155,7 +155,7 @@ def _signature(name: str, cls: type[Settings]) -> str:
     if "reward" in cls.model_fields:
         fields.append("rewards: Any = ...")
     if result == "Run":
-        fields.append("on_step: Callable[[Step], object] | None = ...")
+        fields.append("on_step: Callable[[StepEvent], object] | None = ...")
     rows = [f"    {one}," for one in [*first, "*configs: Given", *fields, "**settings: Any"]]
     lines = [f'    """{FUNCTIONS[name].__doc__}', "", "    Args:"]
     for field in cls.model_fields:

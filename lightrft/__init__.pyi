@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
-from lightrft.api.progress import Step
+from lightrft.api.progress import StepEvent
 from lightrft.api.run import Run as Run
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
@@ -53,7 +53,7 @@ def rl(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model by reinforcement learning from rewards.
@@ -105,7 +105,7 @@ def sft(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Fine-tune a model on conversations, with the loss on assistant tokens.
@@ -156,7 +156,7 @@ def dpo(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model on preferred and rejected, or ranked, responses: DPO and its family.
@@ -212,7 +212,7 @@ def kto(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model on responses that are labelled as desirable or not: KTO, BCO.
@@ -262,7 +262,7 @@ def rm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a reward model on preferred and rejected, ranked or rated responses.
@@ -305,7 +305,7 @@ def prm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a process reward model on responses whose steps have labels.
@@ -358,7 +358,7 @@ def grm(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a judge of responses by ``method``: sft, rl or dpo.
@@ -416,7 +416,7 @@ def distill(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model towards a teacher's distributions, on given or on sampled responses.
@@ -469,7 +469,7 @@ def iterate(
     dpo: DPOConfig | Mapping[str, Any] | None = ...,
     kto: KTOConfig | Mapping[str, Any] | None = ...,
     rewards: Any = ...,
-    on_step: Callable[[Step], object] | None = ...,
+    on_step: Callable[[StepEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Repeat: generate, select by reward, and train.

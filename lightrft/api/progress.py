@@ -20,7 +20,7 @@ ACCURACIES = {"heldout_before": " before training", "heldout_after": " after tra
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
 
 
-class Step:
+class StepEvent:
     """A finished step, as ``on_step`` gets it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Step:
         self.stopped = True
 
 
-OnStep = Callable[[Step], object]
+OnStep = Callable[[StepEvent], object]
 """A function that is called after each step."""
 
 
@@ -73,8 +73,13 @@ class ProgressObserver:
             self._progress.update(row)
         if self._on_step is None:
             return None
-        self._on_step(step := Step(row))
+        self._on_step(step := StepEvent(row))
         return "on_step" if step.stopped else None
+
+    def note(self, text: str) -> None:
+        """Print lines of text above the progress bar."""
+        if self._progress is not None:
+            self._progress.note(text)
 
 
 @contextmanager

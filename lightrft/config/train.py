@@ -192,7 +192,7 @@ def micro_batch_tokens(given: int | Literal["auto"]) -> int:
     """
     if given != "auto":
         return given
-    return 16_384 if torch.cuda.is_available() else 2048
+    return 16_384 if torch.accelerator.is_available() else 2048
 
 
 class TrainConfig(Settings):

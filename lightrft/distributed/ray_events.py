@@ -75,6 +75,10 @@ class EventReporter(logging.Handler):
         """Forward the metrics of a step."""
         self.tell("update", dict(row))
 
+    def note(self, text: str) -> None:
+        """Forward lines of text."""
+        self.tell("note", text)
+
     def emit(self, record: logging.LogRecord) -> None:
         """Forward a log record."""
         self.tell("log", (record.levelno, record.getMessage()))

@@ -502,6 +502,8 @@ class RayLauncher:
                 logging.getLogger(ROOT).log(*value)
             elif kind == "update":
                 self.observer.update(value)
+            elif kind == "note":
+                self.observer.note(value)
             elif kind == "left":
                 self._left[value[0]] = value[1]
             else:

@@ -28,6 +28,10 @@ class Observer(Protocol):
         """
         ...
 
+    def note(self, text: str) -> None:
+        """Show lines of text."""
+        ...
+
 
 class NullObserver:
     """An observer that ignores all calls."""
@@ -36,4 +40,7 @@ class NullObserver:
         return
 
     def update(self, row: Row) -> None:
+        return
+
+    def note(self, text: str) -> None:
         return

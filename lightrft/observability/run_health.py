@@ -196,10 +196,12 @@ class Health:
     Args:
         needs: the needs of the algorithm (see ``Requirements.needs``).
         reasons: the most common cause for the warning of a metric.
+        examples: a response to show with the warning of a metric.
     """
 
     needs: frozenset[str] = frozenset()
     reasons: dict[str, str] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
     _streaks: dict[str, int] = field(default_factory=dict)
     _warned: dict[str, float] = field(default_factory=dict)
 
@@ -259,5 +261,8 @@ class Health:
         reward = values.get("reward/mean", 0.0)
         text = rule.message.format(value=rule.value(values), reward=reward)
         text += f" ({rule.metric})"
-        reason = self.reasons.get(rule.metric)
-        return f"{text}. Most common cause: {reason}" if reason else text
+        if reason := self.reasons.get(rule.metric):
+            text += f". Most common cause: {reason}"
+        if example := self.examples.get(rule.metric):
+            text += f". For example: {example}"
+        return text

@@ -34,6 +34,7 @@ from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes
+from lightrft.rollout.shown_samples import examples, table
 from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_examples, check_lengths
 from lightrft.trainer.checks.preflight import check_enough
@@ -100,6 +101,9 @@ class RLRun(PolicyRun):
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d responses were not scored: %s", done, count, reason)
+        self.health.examples = examples(result.collected.rollouts)
+        if config.log.samples and session.ranks.rank == 0:
+            session.observer.note(table(done, result.collected.rollouts, config.log.samples))
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             drawn = result.collected.rollouts
             session.folder.write_rollouts(

@@ -95,6 +95,7 @@ def check_unread(config: GivenDataConfig, reads: Collection[str] = ()) -> None:
 UNREAD = (
     "log.rollouts_every",
     "log.batches_every",
+    "log.samples",
     "log.entropy",
     "log.repetition",
     "data.max_prompt_tokens",

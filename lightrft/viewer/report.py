@@ -55,8 +55,8 @@ def write_curves(folder: Path) -> Path:
     Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
     """
     run, path = read_run(folder), folder / "curves.html"
-    drawn = plots(run)
-    write_atomic(path, _page(run.name, [_curves(run, drawn)], drawn))
+    curves = plots(run)
+    write_atomic(path, _page(run.name, [_curves(run, curves)], curves))
     return path
 
 
@@ -76,7 +76,7 @@ def render(run: RunData) -> str:
     return _page(run.name, sections, [*drawn, *judged])
 
 
-def _page(name: str, sections: Sequence[str], drawn: Sequence[Plot]) -> str:
+def _page(name: str, sections: Sequence[str], plotted: Sequence[Plot]) -> str:
     """Return a page.
 
     Every text of the run is escaped. A content security policy allows only this page's styles and
@@ -85,7 +85,7 @@ def _page(name: str, sections: Sequence[str], drawn: Sequence[Plot]) -> str:
     Args:
         name: Name of the run.
         sections: HTML of each part; empty ones are left out.
-        drawn: Plots of the sections.
+        plotted: Plots of the sections.
     """
     styles = [_asset("vendor/uplot/uPlot.min.css"), _asset("report.css")]
     # A copy of uPlot must have its licence.
@@ -107,7 +107,7 @@ def _page(name: str, sections: Sequence[str], drawn: Sequence[Plot]) -> str:
         + "</head>\n<body>\n<main>\n"
         + "\n".join(part for part in sections if part)
         + "\n<footer>Written by lightrft from the files next to this page.</footer>\n</main>\n"
-        + plot_data(drawn)
+        + plot_data(plotted)
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
     )

@@ -584,6 +584,7 @@ FLIPS: dict[str, Flip] = {
     "log.entropy": Flip(False, "run"),
     "log.repetition": Flip(True, "run"),
     "log.batches_every": Flip(1, "run"),
+    "log.samples": Flip(1, "command"),
     "log.peak_tflops": Flip(1.0, "run"),
     "algorithm.preset": Flip("dr_grpo", "objective"),
     "algorithm.advantage.name": Flip("rloo", "objective"),

@@ -377,7 +377,7 @@ def command(tree: Tree, folder: Path) -> Any:
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             main(["rl", str(folder / "config.yaml")])
-        return torch.get_num_threads(), "1/1" in said.getvalue()
+        return torch.get_num_threads(), "1/1" in said.getvalue(), "best" in said.getvalue()
     finally:
         torch.set_num_threads(before)
 

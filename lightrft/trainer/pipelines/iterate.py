@@ -82,6 +82,10 @@ class RoundObserver:
         """Report a step."""
         return self.observer.update(row)
 
+    def note(self, text: str) -> None:
+        """Show lines of text."""
+        self.observer.note(text)
+
 
 def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summary:
     """Run the remaining rounds, write ``summary.json`` and return it.

@@ -1,0 +1,62 @@
+"""Responses as lines for people who watch a run."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightrft.observability.run_health import Health
+from lightrft.rollout.shown_samples import by_prompt, examples, table
+from lightrft.types import Prompt, Rollout
+
+
+def rollout(prompt: Prompt, text: str, reward: float | None, ended: str = "stop") -> Rollout:
+    found = Rollout(prompt, [5], [True], [0.0], [0], ended, seed=0, text=text)
+    found.reward = reward
+    found.terms = {} if reward is None else {"math": reward, "words": float(len(text.split()))}
+    return found
+
+
+SUM = Prompt("a", [1], text="1+2=", label="3")
+OTHER = Prompt("b", [2], text="2+2=", label=None)
+
+
+def test_the_best_and_the_worst_response_of_a_prompt_are_shown_with_label_and_terms():
+    rollouts = [rollout(SUM, "it is 4", 0.0), rollout(SUM, "3", 1.0), rollout(SUM, "", 0.5)]
+    assert table(7, rollouts, 1, width=120).splitlines() == [
+        "step 7: '1+2=' (label '3')",
+        "  best       1 (math 1, words 1)  '3'",
+        "  worst      0 (math 0, words 3)  'it is 4'",
+    ]
+
+
+def test_as_many_prompts_as_asked_are_shown_and_responses_without_a_reward_are_not():
+    rollouts = [rollout(SUM, "3", None), rollout(OTHER, "4", 1.0), rollout(SUM, "2", 0.0)]
+    assert (
+        table(1, rollouts, 1, width=99)
+        == "step 1: '2+2='\n" + " " * 13 + "1 (math 1, words 1)  '4'"
+    )
+    assert table(1, rollouts, 2, width=99).count("step 1:") == 2
+    assert table(1, rollouts[:1], 2, width=99) == ""
+
+
+@given(text=st.text(max_size=300), width=st.integers(40, 200), step=st.integers(1, 10**6))
+def test_no_line_is_wider_than_the_terminal_or_broken(text, width, step):
+    lines = table(step, [rollout(SUM, text, 1.0), rollout(SUM, "no", 0.0)], 3, width).split("\n")
+    assert len(lines) == 3 and all(len(line) <= width for line in lines)
+
+
+def test_warnings_bring_a_response_that_shows_what_they_say():
+    health = Health(frozenset({"groups"}))
+    equal = [rollout(OTHER, "x", 1.0), rollout(OTHER, "y", 0.0)]
+    equal += [rollout(SUM, "46 + 64", 0.0), rollout(SUM, "so many words " * 20, 0.0, "length")]
+    health.examples = examples(equal)
+    values = {"rollout/frac_reward_zero_std": 1.0, "response/clip_ratio": 0.5, "reward/mean": 0.0}
+    flat, cut = health.warnings(values)
+    assert flat.endswith("For example: response '46 + 64', label '3', reward 0 (math 0, words 3)")
+    assert "For example: response '...s so many words" in cut and "label '3'" in cut
+
+
+def test_a_step_without_scored_responses_has_no_example():
+    assert examples([rollout(SUM, "3", None)]) == {}
+    assert [len(group) for group in by_prompt([rollout(SUM, "3", 1.0)] * 3)] == [3]
