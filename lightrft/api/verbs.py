@@ -54,7 +54,7 @@ class OneProcessVerb:
     that is given without a key, or for several with ``several_paths``. With ``has_report``, the
     report of the run folder is written. With ``takes_file``, the first word is a file for
     ``path_setting``, and none is a file of settings. ``origin`` is the setting that ``--from``
-    stands for, and one of its values.
+    stands for.
     """
 
     settings: type[EvaluateConfig | EvalRMConfig | GenerateConfig | LabelStepsConfig | FolderConfig]
@@ -66,7 +66,7 @@ class OneProcessVerb:
     several_paths: bool = False
     has_report: bool = False
     takes_file: bool = False
-    origin: tuple[str, str] | None = None
+    origin: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ ONE_PROCESS = {
         "lightrft.trainer.merge:run_convert",
         "path",
         lambda config, written: written.line(),
-        origin=("layout", "deepspeed"),
+        origin="layout",
     ),
     "import-config": OneProcessVerb(
         ImportConfig,
@@ -210,7 +210,7 @@ ONE_PROCESS = {
         "path",
         lambda config, result: result.lines(config.output),
         takes_file=True,
-        origin=("framework", "trl"),
+        origin="framework",
     ),
 }
 SERVING = {

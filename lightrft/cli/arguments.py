@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -34,9 +35,7 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     """Parse YAML files and ``key=value`` arguments, in any order, into settings of type ``cls``."""
     files: list[str] = []
     overrides: list[str] = []
-    for k, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            raise ConfigError(_flag(cls, argument, arguments[k + 1 :]))
+    for argument in arguments:
         # First: the value of a setting may be the name of a .yaml file.
         if "=" in argument:
             overrides.append(argument)
@@ -50,23 +49,31 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     return load_settings(cls, files, overrides)
 
 
-def _flag(cls: type[Settings], flag: str, rest: Sequence[str]) -> str:
-    """Return what to write in place of ``flag``, an option with dashes.
+def without_dashes(words: Sequence[str]) -> list[str]:
+    """Replace ``--key value``, ``--key=value`` and ``--key`` by ``key=value`` and ``key=true``.
 
-    Args:
-        cls: Settings of the verb.
-        flag: The option, with a value after ``=`` or in the next word.
-        rest: The words after it.
+    ``--config file`` becomes the file. ``--help`` and what follows it stay.
     """
-    name, equals, value = flag[2:].partition("=")
-    if not equals:
-        value = rest[0] if rest and not rest[0].startswith("-") else "true"
-    if name in ("config", "config-file", "config_file"):
-        return f"{flag!r}: a file of settings needs no option; give its name alone: {value}"
-    how = f"{flag!r}: settings are given as name=value, without dashes"
-    if has_setting(cls, name):
-        return f"{how}: {name}={value}"
-    return f"{how}; {unknown_setting(cls, name, value)}"
+    found: list[str] = []
+    waiting = list(words)
+    while waiting and waiting[0] not in HELP:
+        word = waiting.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            found.append(word)
+            continue
+        if not equals:
+            has_value = (
+                waiting and not waiting[0].startswith("--") and not _SETTING.match(waiting[0])
+            )
+            value = waiting.pop(0) if has_value else "true"
+        name = name.replace("-", "_")
+        found.append(value if name in ("config", "config_file") else f"{name}={value}")
+    return [*found, *waiting]
+
+
+_SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+"""Start of a setting, in front of which ``--key`` has no value."""
 
 
 def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> list[str]:
@@ -98,24 +105,17 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
     return [named.get(a, a) for a in arguments]
 
 
-def with_origin(arguments: Sequence[str], setting: str, example: str) -> list[str]:
-    """Replace ``--from x``, ``--from=x`` and ``from=x`` by ``setting=x``.
+def with_origin(arguments: Sequence[str], setting: str) -> list[str]:
+    """Replace ``from=x``, also given as ``--from x``, by ``setting=x``.
 
     Args:
         arguments: The words of a verb.
         setting: Setting of the origin.
-        example: A value, for messages.
     """
-    found: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word == "--from" and (value := next(words, None)) is None:
-            raise ConfigError(f"--from names no {setting}; write e.g. --from {example}")
-        given = f"--from={value}" if word == "--from" else word
-        key, equals, rest = given.partition("=")
-        is_origin = equals and key in ("--from", "from")
-        found.append(f"{setting}={rest}" if is_origin else given)
-    return found
+    return [
+        f"{setting}={word.removeprefix('from=')}" if word.startswith("from=") else word
+        for word in arguments
+    ]
 
 
 def file_first(arguments: Sequence[str], key: str) -> list[str]:

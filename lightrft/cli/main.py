@@ -167,6 +167,8 @@ def verb_hint(word: str) -> str:
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Import the module of ``verb``, run the verb and return the exit status."""
     # Imported here: the help and the errors of one verb need not wait for torch.
+    if verb not in ("check", "explain"):  # they have options that are no settings
+        arguments = importlib.import_module("lightrft.cli.arguments").without_dashes(arguments)
     if verb in IN_TABLE:
         return importlib.import_module("lightrft.cli.verbs").run_verb(verb, arguments)
     return importlib.import_module(f"lightrft.cli.{verb}").run(arguments)

@@ -108,7 +108,7 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
         arguments: YAML files and ``key=value``.
     """
     if row.origin is not None:
-        arguments = with_origin(arguments, *row.origin)
+        arguments = with_origin(arguments, row.origin)
     if row.takes_file:
         words = file_first(arguments, row.path_setting)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from lightrft.cli.arguments import INDENT, show_help
+from lightrft.cli.arguments import INDENT, show_help, without_dashes
 from lightrft.cli.main import main
 from lightrft.config.base import Settings, description_of, descriptions
 from lightrft.config.demo import DemoConfig
@@ -140,8 +140,8 @@ def test_the_help_of_a_section_lists_that_section_alone(capsys: pytest.CaptureFi
         (["grpo"], "did you mean 'lightrft rl algorithm=grpo'?"),
         (["simpo"], "did you mean 'lightrft dpo preference=simpo'?"),
         (["rl", "--learning_rate", "1e-5"], "learning_rate is optimizer.lr here"),
-        (["rl", "--optimizer.lr=3"], "without dashes: optimizer.lr=3"),
-        (["rl", "--config", "a.yaml"], "give its name alone: a.yaml"),
+        (["rl", "--optimizer.lr=fast"], "optimizer.lr = 'fast' (from command line)"),
+        (["rl", "--config", "a.yaml"], "there is no config file a.yaml"),
         (["serve", "--port", "8000"], "port is http.port here"),
         (["sft", "rollout.group_size=3"], "it is a setting of lightrft rl"),
         (["rl", "model.lora=16"], "it is a section; set the settings below it: model.lora.rank"),
@@ -153,6 +153,24 @@ def test_a_wrong_word_is_answered_with_the_way_to_write_it(
 ) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (["--a.b", "3", "c.yaml"], ["a.b=3", "c.yaml"]),
+        (["--a.b=3", "--c"], ["a.b=3", "c=true"]),
+        (["--run.overwrite", "--a", "-0.5"], ["run.overwrite=true", "a=-0.5"]),
+        (["--run.overwrite", "a=1"], ["run.overwrite=true", "a=1"]),
+        (["--data.template", "{x} = {y}"], ["data.template={x} = {y}"]),
+        (["--config", "c.yaml", "--max-steps", "3"], ["c.yaml", "max_steps=3"]),
+        (["--config=c.yaml", "folder", "a=--b"], ["c.yaml", "folder", "a=--b"]),
+        (["--help", "data.media"], ["--help", "data.media"]),
+        (["--a", "1", "-h", "--x"], ["a=1", "-h", "--x"]),
+    ],
+)
+def test_settings_may_have_dashes(given: list[str], plain: list[str]) -> None:
+    assert without_dashes(given) == plain == without_dashes(plain)
 
 
 @pytest.mark.parametrize(("setting", "named"), [("critic.path", "critic.path"), ("", "model.path")])

@@ -306,7 +306,7 @@ def test_the_verb_prints_a_config_or_writes_it(
         (["nowhere.yaml"], "there is no such file"),
         (["{tmp}/empty.yaml"], "must hold keys and values"),
         (["{tmp}/other.yaml"], "no option tells its framework"),
-        (["{tmp}/other.yaml", "--from"], "--from names no framework"),
+        (["{tmp}/other.yaml", "--from"], "Input should be 'auto', 'trl'"),
         (["{tmp}/other.yaml", "--from", "tlr"], "Input should be 'auto', 'trl'"),
         (["{tmp}/other.yaml", "{tmp}/empty.yaml"], "several files are named"),
         (["{tmp}/bad.yaml"], "is not YAML"),
