@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightrft.cli.arguments import wants_usage
 from lightrft.config.base import parse_yaml
 from lightrft.utils.errors import ConfigError
 
 USAGE = (
-    "lightrft check <module:function | file.py:function | name> [option=value ...] [--kind "
-    "<kind>] [--limit <seconds>]"
+    "lightrft check <module:function | file.py:function | name> [run folder] [option=value ...] "
+    "[--kind <kind>] [--limit <seconds>]"
 )
 LIMIT = 10.0
 """Maximum seconds of each reward call, unless ``--limit`` is given."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check a function against the contract of its kind. The exit status is 1 if it fails."""
+    """Check a function against the contract of its kind, or score the responses of a run again.
+
+    The exit status is 1 if a check fails, or a response is not scored.
+    """
     from lightrft.algorithms.contracts.run_checks import CHECKS
 
     words = list(arguments)
@@ -35,9 +40,38 @@ def run(arguments: Sequence[str]) -> int:
             options[key] = parse_yaml(text)
         else:
             names.append(word)
-    if len(names) != 1:
-        raise ConfigError(f"{len(names)} functions are named; it takes one: {USAGE}")
-    return _report(names[0], kind, options, limit)
+    folders = [name for name in names if Path(name).expanduser().is_dir()]
+    functions = [name for name in names if name not in folders]
+    if len(functions) != 1 or len(folders) > 1:
+        raise ConfigError(
+            f"{len(functions)} functions and {len(folders)} run folders are named; it takes one "
+            f"function: {USAGE}"
+        )
+    if folders:
+        return _rescore(functions[0], kind, options, Path(folders[0]).expanduser(), limit)
+    return _report(functions[0], kind, options, limit)
+
+
+def _rescore(
+    name: str, kind: str, options: dict[str, object], folder: Path, limit: float | None
+) -> int:
+    """Print how the responses of a run are scored by a reward. Return the exit status.
+
+    Args:
+        name: The function.
+        kind: Its kind, or "".
+        options: Options of the function.
+        folder: The run folder.
+        limit: Seconds for each call.
+    """
+    if kind not in ("", "reward"):
+        raise ConfigError(f"--kind {kind}: responses of a run are scored by a reward")
+    from lightrft.diagnostics.rescoring import rescore
+
+    found = rescore(name, options, folder, limit or LIMIT)
+    width = shutil.get_terminal_size().columns
+    sys.stdout.write("\n".join([f"{name} on {folder}", *found.lines(width)]) + "\n")
+    return int(found.failures > 0)
 
 
 def _report(name: str, kind: str, options: dict[str, object], limit: float | None) -> int:

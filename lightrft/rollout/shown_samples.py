@@ -28,10 +28,14 @@ def examples(rollouts: Sequence[Rollout]) -> dict[str, str]:
     scored = [one for one in rollouts if one.reward is not None]
     found = {
         "rollout/frac_reward_zero_std": _first(by_prompt(scored), _has_equal_rewards),
-        "response/clip_ratio": _first([[one] for one in scored], _is_cut),
+        "response/clip_ratio": _first([[one] for one in scored], _was_cut),
         "rollout/steps_reward_zero": _first([[one] for one in scored], lambda group: True),
     }
-    return {metric: _described(one) for metric, one in found.items() if one is not None}
+    return {
+        metric: f"{described(one)}, reward {_number(one.reward)}{_terms(one)}"
+        for metric, one in found.items()
+        if one is not None
+    }
 
 
 def _first(
@@ -44,15 +48,15 @@ def _has_equal_rewards(group: list[Rollout]) -> bool:
     return len(group) > 1 and len({one.reward for one in group}) == 1
 
 
-def _is_cut(group: list[Rollout]) -> bool:
+def _was_cut(group: list[Rollout]) -> bool:
     return group[0].finish_reason == "length"
 
 
-def _described(one: Rollout) -> str:
-    """Return the end of a response, its label and its reward, on one line."""
+def described(one: Rollout) -> str:
+    """Return the end of a response and its label, on one line."""
     text = one.text if len(one.text) <= TEXT else f"...{one.text[-TEXT:]}"
     label = "" if one.prompt.label is None else f", label {one.prompt.label!r}"
-    return f"response {text!r}{label}, reward {_number(one.reward)}{_terms(one)}"
+    return f"response {text!r}{label}"
 
 
 def _terms(one: Rollout) -> str:
@@ -78,16 +82,16 @@ def table(step: int, rollouts: Sequence[Rollout], prompts: int, width: int | Non
     for group in by_prompt([one for one in rollouts if one.reward is not None])[:prompts]:
         prompt = group[0].prompt
         label = "" if prompt.label is None else f" (label {prompt.label!r})"
-        lines.append(_cut(f"step {step}: {prompt.text!r}{label}", width))
+        lines.append(shortened(f"step {step}: {prompt.text!r}{label}", width))
         ordered = sorted(group, key=lambda one: one.reward or 0.0)
         ends = {"best": ordered[-1], "worst": ordered[0]} if ordered[1:] else {"": ordered[0]}
         for name, one in ends.items():
             start = f"  {name:<5} {_number(one.reward):>6}{_terms(one)}  "
-            lines.append(_cut(f"{start}{one.text!r}", width))
+            lines.append(shortened(f"{start}{one.text!r}", width))
     return "\n".join(lines)
 
 
-def _cut(line: str, width: int) -> str:
+def shortened(line: str, width: int) -> str:
     """Return ``line`` in ``width`` characters, without its middle if it is longer."""
     if len(line) <= width:
         return line
