@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
@@ -18,12 +19,19 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("loss", "loss", ".4f"),
     ("policy/loss", "loss", ".4f"),
     ("reward/mean", "reward", ".3f"),
+    ("preference/accuracy", "accuracy", ".1%"),
+    ("preference/margin", "margin", ".3f"),
+    ("reward_model/*/accuracy", "pair accuracy", ".1%"),
+    ("process_model/step_accuracy", "step accuracy", ".1%"),
+    ("distill/divergence", "divergence", ".4f"),
     ("eval/accuracy", "eval", ".1%"),
+    ("eval/pair_accuracy", "eval pairs", ".1%"),
+    ("eval/step_accuracy", "eval steps", ".1%"),
     ("eval/loss", "held out", ".4f"),
     ("response/length", "length", ".0f"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
-"""Metric, label and format of each value in the progress line.
+"""Metric, label and format of each value in the progress line. ``*`` stands for the first head.
 
 A value that a row lacks keeps its last value, because eval accuracy is not measured at every step.
 """
@@ -80,7 +88,8 @@ class Progress:
         self.done = int(row["step"])
         self._times.append(self._clock())
         for name, _, _ in SHOWN:
-            value = row.get(name)
+            known = (key for key in row if fnmatchcase(key, name))
+            value = row.get(next(known, "")) if "*" in name else row.get(name)
             if isinstance(value, int | float):
                 self._values[name] = value
         if not self._enabled:

@@ -45,6 +45,21 @@ def test_every_evaluation_is_shown_and_its_value_stays():
     assert "eval 62.5% · length 8 · tok/s 1,234" in lines[2]
 
 
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"preference/accuracy": 0.75, "preference/margin": 0.5}, "accuracy 75.0% · margin 0.500"),
+        ({"reward_model/good/accuracy": 0.75, "reward_model/web/accuracy": 0.5}, "75.0%"),
+        ({"process_model/step_accuracy": 0.25}, "step accuracy 25.0%"),
+        ({"distill/divergence": 0.125}, "divergence 0.1250"),
+        ({"eval/pair_accuracy": 1.0}, "eval pairs 100.0%"),
+    ],
+)
+def test_the_line_names_what_matters_for_the_verb(row, shown):
+    lines, _ = run([{"step": 10, **row}])
+    assert shown in lines[0] and "50.0%" not in lines[0]
+
+
 def test_time_left_follows_the_recent_steps():
     _, progress = run([{"step": 1}, {"step": 2}, {"step": 4}], seconds=2.0)
     assert progress.seconds_left() == 12.0
