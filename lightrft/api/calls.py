@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrft.api.inputs import FOLDER, is_rows, plain
+from lightrft.api.inputs import FOLDER, is_rows, plain, rows_of_columns
 from lightrft.api.progress import OnStep, watching
-from lightrft.api.run import Run
+from lightrft.api.run import Run, json_lines
 from lightrft.api.start import check_trained, import_function, memory_errors, program, started
 from lightrft.api.verbs import (
     JUDGE,
@@ -26,7 +26,13 @@ from lightrft.api.verbs import (
 )
 from lightrft.config.base import Settings, has_setting, is_branch, load_settings, to_yaml
 from lightrft.config.run import RunConfig
-from lightrft.config.verbs import IterateConfig, RLConfig, TrainingConfig
+from lightrft.config.verbs import (
+    GenerateConfig,
+    IterateConfig,
+    LabelStepsConfig,
+    RLConfig,
+    TrainingConfig,
+)
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.utils.atomic_files import write_atomic
@@ -39,18 +45,19 @@ Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Settings
 """Settings: the path of a YAML file, a tree of values, or a config object."""
 
 SHORT = {
-    "data": "data.sources",
-    "validation": "validation.sources",
-    "eval": "eval.data.sources",
-    "rewards": "reward.terms",
-    "reward": "reward.terms",
-    "steps": "train.steps",
-    "epochs": "train.epochs",
-    "lr": "optimizer.lr",
-    "name": "run.name",
-    "dir": "run.dir",
+    "data": ("data.sources", "eval.data.sources"),
+    "validation": ("validation.sources",),
+    "eval": ("eval.data.sources",),
+    "rewards": ("reward.terms",),
+    "reward": ("reward.terms",),
+    "steps": ("train.steps",),
+    "epochs": ("train.epochs",),
+    "lr": ("optimizer.lr",),
+    "name": ("run.name",),
+    "dir": ("run.dir",),
 }
-"""Keyword to the setting that its value is for, unless it is a table of settings."""
+"""Keyword to the setting that its value is for, unless it is a table of settings. Of several, the
+first one that the verb has."""
 
 
 def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: Any) -> Any:
@@ -65,8 +72,8 @@ def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: 
             or a model may stand where its name or path does.
 
     Returns:
-        A ``Run`` for verbs that train, the server for verbs that serve, and the result of the
-        verb's own function for others.
+        A ``Run`` for verbs that train, the server for verbs that serve, a frame of the written rows
+        for ``generate`` and ``label-steps``, and the result of the verb's own function for others.
 
     Raises:
         ConfigError: Lists every problem of the settings.
@@ -86,7 +93,12 @@ def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: 
     config = read(others[verb].settings, configs, settings)
     threads = 0 if isinstance(config, FolderConfig) else _threads(config)
     with _session():
-        return import_function(others[verb].function, threads)(config)
+        result = import_function(others[verb].function, threads)(config)
+    if not isinstance(config, GenerateConfig | LabelStepsConfig):
+        return result
+    import pandas
+
+    return pandas.DataFrame(json_lines(Path(config.output).expanduser()))
 
 
 TRAINED: dict[str, tuple[type[Settings], str]] = {
@@ -106,6 +118,9 @@ def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) 
         settings: As in ``call``.
     """
     files = [os.fspath(one) for one in configs if isinstance(one, str | os.PathLike)]
+    for file in files:
+        if not file.endswith((".yaml", ".yml")):
+            raise ConfigError(f"{file!r} is no YAML file; name the setting, as in model={file!r}")
     trees = [
         _tree(cls, one) for one in [*configs, settings] if not isinstance(one, str | os.PathLike)
     ]
@@ -115,6 +130,10 @@ def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) 
         where = str(tree.get("run.dir") or (run.get("dir") if is_branch(run) else None) or where)
     folder = Path(where).expanduser() / FOLDER
     return load_settings(cls, files, (), [plain(tree, folder) for tree in trees]).settings
+
+
+_ROWS = ("data", "validation", "eval")
+"""Sections that hold rows."""
 
 
 def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
@@ -128,11 +147,19 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     in_memory = False
     for key, value in given.items():
+        section = key.partition(".")[0]
+        if section in _ROWS and (rows := rows_of_columns(cls, key, value)):
+            value = rows
         is_section = isinstance(value, Settings) or (is_branch(value) and not is_rows(value))
-        long = SHORT.get(key, key)
-        found[long if not is_section and has_setting(cls, long) else key] = value
+        long = next((name for name in SHORT.get(key, ()) if has_setting(cls, name)), key)
+        name = key if is_section else long
+        if name.partition(".")[0] not in cls.model_fields and not isinstance(
+            value, str | int | float
+        ):
+            value = type(value).__name__  # it will be refused, with the name that is known here
+        found[name] = value
         below = value.get("sources") if is_branch(value) else value
-        in_memory = in_memory or (key.startswith(("data", "validation", "eval")) and is_rows(below))
+        in_memory = in_memory or (section in _ROWS and is_rows(below))
     # Media of rows are relative to the working directory, not to the file of the rows.
     if in_memory and has_setting(cls, "data.media.root"):
         found = {"data.media.root": str(Path.cwd()), **found}

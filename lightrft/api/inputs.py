@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightrft.config.base import Settings, Tree, is_branch
+from lightrft.config.base import Settings, Tree, has_setting, is_branch
 from lightrft.config.data import SourceConfig
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import ConfigError
@@ -81,6 +81,28 @@ def is_rows(value: object) -> bool:
 
 def _is_source(value: Mapping[str, object]) -> bool:
     return "path" in value and value.keys() <= SourceConfig.model_fields.keys()
+
+
+def rows_of_columns(cls: type[Settings], key: str, value: object) -> list[Tree] | None:
+    """Return the rows of a table of columns, as ``Dataset.from_dict`` takes, or None for another.
+
+    Args:
+        cls: Settings of the verb.
+        key: Setting of the value, such as ``data``.
+        value: A table, such as ``{"prompt": [...], "label": [...]}``.
+
+    Raises:
+        ConfigError: The columns have different lengths.
+    """
+    if not is_branch(value) or not value:
+        return None
+    columns = {name: each for name, each in value.items() if isinstance(each, list | tuple)}
+    if len(columns) < len(value) or all(has_setting(cls, f"{key}.{name}") for name in value):
+        return None
+    lengths = {name: len(each) for name, each in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"{key}: the columns have different lengths: {lengths}")
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
 def is_model(value: object) -> bool:

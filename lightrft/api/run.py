@@ -113,7 +113,7 @@ class Run:
         rows = []
         for file in files:
             at = int(file.stem.rpartition("_")[2])
-            for row in _lines(file):
+            for row in json_lines(file):
                 prompt = row.pop("prompt")
                 shown = {name: prompt[name] for name in ("label", "id", "data_source", "columns")}
                 rows.append({"step": at, "prompt": prompt["text"], **shown, **row})
@@ -170,7 +170,7 @@ class Run:
             base = {**kept, "data": {**data, "sources": rows, "overlong_prompts": "error"}}
             base |= {"model": {"path": str(self.model)}, "output": str(output), "run": own_run}
             call("generate", base, **settings)
-            found = [str(row["response"]) for row in _lines(output)]
+            found = [str(row["response"]) for row in json_lines(output)]
         return found[0] if isinstance(prompts, str) else found
 
     def resume(self, *, on_step: OnStep | None = None, **settings: Any) -> Run:
@@ -193,6 +193,6 @@ class Run:
         return "\n".join(line for line in lines if not line.startswith("  "))  # no commands
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def json_lines(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

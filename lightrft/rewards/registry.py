@@ -93,6 +93,7 @@ def load_reward(name: str, options: Mapping[str, object]) -> Reward:
         raise RewardError(
             f"reward {name!r} has no signature that can be read: {error}; wrap it in a def"
         ) from None
+    _refuse_foreign(name, signature, options)
     _check_signature(name, signature, options)
     # An object may be callable by a method that is a coroutine function.
     called = function if inspect.isroutine(function) else type(function).__call__
@@ -109,6 +110,33 @@ def _budget(function: Callable[..., Any]) -> float | None:
         return _CPU_SECONDS.get(function)
     except TypeError:  # an object that has no hash
         return None
+
+
+FOREIGN = {
+    "completions": "TRL",
+    "solution_str": "verl",
+    "ground_truth": "verl",
+    "queries": "OpenRLHF",
+    "reward_inputs": "EasyR1",
+}
+"""Parameter of a reward function of another framework, to the framework."""
+
+
+def _refuse_foreign(name: str, signature: inspect.Signature, options: Mapping[str, object]) -> None:
+    """Raise ``RewardError`` for a function that takes what another framework gives it."""
+    needed = {
+        each.name
+        for each in signature.parameters.values()
+        if each.default is inspect.Parameter.empty
+    }
+    for parameter, framework in FOREIGN.items():
+        if parameter in needed - options.keys():
+            raise RewardError(
+                f"reward {name!r} has the parameter {parameter!r} of rewards of {framework}; here "
+                "a function gets one rollout and returns a number: def reward(rollout): return "
+                "score(rollout.text, rollout.prompt.label). Columns of the row are in "
+                "rollout.prompt.columns (docs/tutorials/own-reward.md)"
+            )
 
 
 def _check_signature(

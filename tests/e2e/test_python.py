@@ -192,8 +192,9 @@ def test_supervised_and_preference_training_evaluation_and_generation_are_functi
     assert 0 <= found.metrics["eval/accuracy"] <= 1
     output = tmp_path / "answers.jsonl"
     settings = {"sampling": {"max_new_tokens": 4}, "output": str(output)}
-    lightrft.generate(model=str(dpo.model), data=SUMS[:3], dir=str(tmp_path), **settings)
-    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()]
+    made = lightrft.generate(model=str(dpo.model), data=SUMS[:3], dir=str(tmp_path), **settings)
+    assert list(made["label"]) == ["0", "1", "2"] and made["response"].map(type).eq(str).all()
+    assert len(made) == len(output.read_text().splitlines())
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ MODELS = (
     ),
     NameRow(
         f"tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path {MODEL}.tokenizer_path "
-        "data.tokenizer",
+        "data.tokenizer processing_class",
         "model.tokenizer",
     ),
     NameRow(
@@ -94,6 +94,7 @@ MODELS = (
         NO_PADDING,
         ignore,
     ),
+    NameRow("peft_config", "model.lora", "a table, such as {rank: 16, alpha: 32.0}", by_hand),
     NameRow(
         f"lora_r lora_rank ds.lora.rank {MODEL}.lora_rank {MODEL}.lora.rank model.lora_rank "
         "model.lora.r",

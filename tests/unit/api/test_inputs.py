@@ -19,7 +19,7 @@ from lightrft.api.calls import read
 from lightrft.api.inputs import is_rows, plain
 from lightrft.config.base import load_settings
 from lightrft.config.strategy import OptimizerConfig
-from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.config.verbs import EvaluateConfig, RLConfig, SFTConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ConfigError
 
@@ -110,6 +110,28 @@ def test_what_is_no_rows_is_refused_with_the_name_of_the_setting(tmp_path, rows,
         rl(tmp_path, data=rows)
 
 
+def test_a_table_of_columns_is_rows_unless_it_is_a_section(tmp_path):
+    config = rl(tmp_path, data={"prompt": ["1+1=", "2+2="], "label": ["2", "4"]})
+    [source] = config.data.sources
+    lines = Path(source.path).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": "1+1=", "label": "2"},
+        {"prompt": "2+2=", "label": "4"},
+    ]
+    assert rl(tmp_path, data={"sources": ["a.jsonl", "b.jsonl"]}).data.sources[1].path == "b.jsonl"
+    with pytest.raises(
+        ConfigError, match=r"data: the columns have different lengths: \{'prompt': 2"
+    ):
+        rl(tmp_path, data={"prompt": ["a", "b"], "label": ["c"]})
+
+
+def test_the_rows_of_an_evaluation_are_its_data_under_either_name(tmp_path):
+    for name in ("data", "eval", "eval.data.sources"):
+        settings = {"model": "m", "dir": str(tmp_path), "rewards": ["math"], name: ROWS}
+        [source] = read(EvaluateConfig, (), settings).eval.data.sources
+        assert Path(source.path).parent == tmp_path / "inputs"
+
+
 def test_a_list_of_sources_is_none_of_rows(tmp_path):
     config = rl(
         tmp_path, data=["a.jsonl", {"path": ROWS, "weight": 2.0}], **{"data.blend": "sample"}
@@ -169,6 +191,8 @@ def test_every_keyword_is_as_its_yaml(tmp_path):
         ({"leraning_rate": 1}, "unknown setting leraning_rate"),
         ({"optimizer": {"learning": 1}}, "optimizer.learning"),
         ({"lr": "fast"}, r"optimizer.lr = 'fast' \(from Python\)"),
+        ({"peft_config": object()}, "peft_config is model.lora here"),
+        ({"compute_metrics": len}, "compute_metrics"),
         ({"reward": {"terms": [{"function": "math", "options": {"x": object()}}]}}, "type object"),
     ],
 )
@@ -182,5 +206,7 @@ def test_a_setting_that_a_verb_has_itself_is_not_taken_for_a_short_name(tmp_path
         SFTConfig, (), {"dir": str(tmp_path), "model": "m", "data": ROWS, "batch_size": 2}
     )
     assert config.batch_size == 2 and config.run.dir == str(tmp_path)
+    with pytest.raises(ConfigError, match=r"'gpt2' is no YAML file; .* model='gpt2'"):
+        read(SFTConfig, ("gpt2",), {})
     with pytest.raises(ConfigError, match="neither a YAML file nor settings"):
         read(SFTConfig, (3,), {})  # ty: ignore[invalid-argument-type]

@@ -10,6 +10,7 @@ import pytest
 
 from lightrft.config.reward import RewardConfig
 from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.rewards.registry import load_reward
 from lightrft.rewards.startup_check import check_rewards, made_up, spread, tried
 from lightrft.types import Prompt
 from lightrft.utils.errors import RewardError
@@ -201,3 +202,25 @@ def test_a_trial_loads_asyncio_for_rewards_that_wait_only(tmp_path: Path) -> Non
         RewardConfig.model_validate({"terms": [f"{file}:plain"]}), made_up(PROMPTS[:1], TOKENIZER)
     )
     assert {value for outcome in outcomes for value in outcome.values} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "framework"),
+    [
+        ("def score(completions, **columns): return [1.0]", "TRL"),
+        ("def score(prompts, completions, label): return [1.0]", "TRL"),
+        ("def score(data_source, solution_str, ground_truth, extra_info=None): return 1", "verl"),
+        ("def score(queries, prompts, labels): return [1.0]", "OpenRLHF"),
+        ("def score(reward_inputs): return 1.0", "EasyR1"),
+    ],
+)
+def test_a_reward_of_another_framework_is_answered_with_the_form_here(tmp_path, text, framework):
+    (tmp_path / "score.py").write_text(text, encoding="utf-8")
+    with pytest.raises(RewardError, match=rf"of rewards of {framework}; .*def reward\(rollout\)"):
+        load_reward(f"{tmp_path}/score.py:score", {})
+
+
+def test_a_reward_may_have_an_option_of_such_a_name(tmp_path):
+    text = "def score(rollout, ground_truth, queries=3): return 1.0"
+    (tmp_path / "named.py").write_text(text, encoding="utf-8")
+    assert load_reward(f"{tmp_path}/named.py:score", {"ground_truth": 1}).options
