@@ -44,6 +44,7 @@ VERBS = {
     "import-config": "write a config of TRL, verl, OpenRLHF, LLaMA-Factory ... as one of lightrft",
     "report": "write a page about a run: curves, groups, advantages and responses",
     "data": "print the first rows of a config as a run reads them, with the trained tokens",
+    "settings": "search the settings of all verbs, and the names of other frameworks",
     "explain": "print the objective of a preset or a config",
     "doctor": "estimate memory and time, and find problems, before a run starts",
     "check": "test a function of the user against the contract of its kind",
@@ -84,6 +85,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),
+    **dict.fromkeys(("search", "find", "options", "config", "setting"), "settings"),
     **dict.fromkeys(("import", "import_config", "translate", "migrate"), "import-config"),
     **dict.fromkeys(("show", "rows", "inspect", "preview", "dataset", "preprocess"), "data"),
     **dict.fromkeys(("merge-lora", "merge_lora", "mergekit", "mergekit-yaml", "soup"), "merge"),
@@ -167,7 +169,7 @@ def verb_hint(word: str) -> str:
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
     """Import the module of ``verb``, run the verb and return the exit status."""
     # Imported here: the help and the errors of one verb need not wait for torch.
-    if verb not in ("check", "explain"):  # they have options that are no settings
+    if verb not in ("check", "explain", "settings"):  # they have options that are no settings
         arguments = importlib.import_module("lightrft.cli.arguments").without_dashes(arguments)
     if verb in IN_TABLE:
         return importlib.import_module("lightrft.cli.verbs").run_verb(verb, arguments)

@@ -592,7 +592,7 @@ def _nearest(cls: type[Settings], path: Sequence[str]) -> str:
     *above, last = path
     known = functools.reduce(branch_of, above, cls).model_fields
     # A setting without its section, as in ``group_size=8``.
-    below = [key for key in _leaves(cls) if key.endswith(f".{last}")] if not above else []
+    below = [key for key in leaves(cls) if key.endswith(f".{last}")] if not above else []
     if len(below) == 1:
         return f"did you mean {below[0]}?"
     if near := difflib.get_close_matches(last, known, n=1):
@@ -604,13 +604,13 @@ def _nearest(cls: type[Settings], path: Sequence[str]) -> str:
     return f"known here: {', '.join(known)}"
 
 
-def _leaves(cls: type[Settings], above: str = "") -> Iterator[str]:
+def leaves(cls: type[Settings], above: str = "") -> Iterator[str]:
     """Yield the dotted names of all settings of ``cls``, lists of tables included."""
     for name in cls.model_fields:
         yield f"{above}{name}"
         below = branch_of(cls, name)
         if below is not cls:
-            yield from _leaves(below, f"{above}{name}.")
+            yield from leaves(below, f"{above}{name}.")
 
 
 class ComponentConfig(NamedFunction):

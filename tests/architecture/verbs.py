@@ -34,4 +34,5 @@ CONFIG_OF: dict[str, type[Settings]] = {
     "explain": Explained,
     "check": Options,
     "report": Options,
+    "settings": Options,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft.cli import progress
+from lightrft.api import progress
 from lightrft.cli.main import main
 from lightrft.config.base import Settings
 from lightrft.config.run import RunConfig

@@ -1,0 +1,127 @@
+"""The verb ``lightrft settings``."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lightrft.api.calls import TRAINED
+from lightrft.api.verbs import ONE_PROCESS, SERVING
+from lightrft.cli.arguments import INDENT, wants_usage
+from lightrft.config.base import (
+    Settings,
+    description_of,
+    dotted,
+    inline_yaml,
+    leaves,
+    section_defaults,
+)
+from lightrft.config.other_names.table import ROWS
+from lightrft.utils.errors import ConfigError
+
+USAGE = "lightrft settings <word> [<word> ...]"
+MOST = 40
+"""Most settings that are printed."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A setting that was found, with the verbs that have it."""
+
+    name: str
+    default: str
+    about: str
+    verbs: list[str] = field(default_factory=list)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the settings whose name or description has all words, and names elsewhere.
+
+    Raises:
+        ConfigError: Nothing was found.
+    """
+    if wants_usage(arguments):
+        sys.stdout.write(
+            f"{USAGE}\n\nSearch the names and descriptions of all settings, and the names of other "
+            "frameworks.\n"
+        )
+        return 0
+    words = [word.lower().lstrip("-") for word in arguments]
+    known = list(settings())
+    named = [one for one in known if all(word in one.name.lower() for word in words)]
+    told = [
+        one
+        for one in known
+        if one not in named and all(word in f"{one.name} {one.about}".lower() for word in words)
+    ]
+    elsewhere = list(names_elsewhere(words))
+    if not (named or told or elsewhere):
+        leaf_names = {one.name.rpartition(".")[2] for one in known}
+        near = difflib.get_close_matches(words[0], leaf_names, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"no setting has {' and '.join(arguments)}{hint}")
+    found = [*sorted(named, key=depth), *sorted(told, key=depth)]
+    lines = [line for one in found[:MOST] for line in shown(one)]
+    if found[MOST:]:
+        lines.append(f"{len(found) - MOST} more; add a word")
+    sys.stdout.write("\n".join([*lines, *elsewhere[:MOST]]) + "\n")
+    return 0
+
+
+def settings() -> Iterator[Found]:
+    """Yield every setting of every verb, once for each description and default."""
+    rows: dict[tuple[str, str, str], Found] = {}
+    classes: dict[str, type[Settings]] = {verb: cls for verb, (cls, _) in TRAINED.items()}
+    classes |= {verb: row.settings for verb, row in {**ONE_PROCESS, **SERVING}.items()}
+    for verb, cls in classes.items():
+        # The defaults of a section may differ from those of its class.
+        own = dict(dotted(cls().model_dump(mode="json")))
+        for name in leaves(cls):
+            defaults = section_defaults(cls, name)
+            if name not in defaults:
+                continue  # a section
+            about, value = description_of(cls, name), own.get(name, defaults[name])
+            default = inline_yaml(value) if is_plain(value) else ""
+            one = rows.setdefault((name, about, default), Found(name, default, about))
+            one.verbs.append(verb.replace("grm-", "grm "))
+    yield from rows.values()
+
+
+def depth(one: Found) -> int:
+    """Return the number of sections that a setting is in."""
+    return one.name.count(".")
+
+
+def is_plain(value: object) -> bool:
+    """Return True for a default that is one line of YAML."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def shown(one: Found) -> Iterator[str]:
+    """Yield the lines of a setting: name, default and verbs, then its description."""
+    default = f" = {one.default}" if one.default else ""
+    yield f"{one.name}{default}  ({', '.join(one.verbs)})"
+    width = max(shutil.get_terminal_size().columns, len(INDENT) + 30)
+    yield from textwrap.wrap(
+        one.about,
+        width,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def names_elsewhere(words: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each name of another framework that has all words as a whole part."""
+    for row in ROWS:
+        for framework, name in row.each_name():
+            parts = {name, *name.split(".")}
+            if all(word in parts for word in words):
+                here = " or ".join(row.here.split()) or "not a setting here"
+                note = f": {row.note}" if row.note else ""
+                yield f"{name} of {framework or 'other frameworks'} is {here}{note}"
