@@ -132,6 +132,7 @@ def python_stub() -> str:
         "Data: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings | Iterable[Any]",
         "",
         "__version__: str",
+        "VERBS: tuple[str, ...]",
         "",
     ]
     return "\n".join([*head, *functions])

@@ -26,6 +26,7 @@ Given: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings
 Data: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings | Iterable[Any]
 
 __version__: str
+VERBS: tuple[str, ...]
 
 def rl(
     *configs: Given,
