@@ -43,6 +43,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
         "data": "show.rows",
         "doctor": "doctor.device_memory",
         "report": "run folder",
+        "settings": "descriptions",
         "export": "adapters",
         "compare": "confidence",
         "merge": "merge_method",

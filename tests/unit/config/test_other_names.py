@@ -276,9 +276,9 @@ def accepted_with(name: str, value: object) -> dict[str, object]:
 
 
 def fields(cls: type[Settings]) -> Iterator[str]:
-    from lightrft.config.base import _leaves
+    from lightrft.config.base import leaves
 
-    return _leaves(cls)
+    return leaves(cls)
 
 
 def class_names() -> set[str]:
