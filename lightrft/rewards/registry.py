@@ -133,9 +133,9 @@ def _refuse_foreign(name: str, signature: inspect.Signature, options: Mapping[st
         if parameter in needed - options.keys():
             raise RewardError(
                 f"reward {name!r} has the parameter {parameter!r} of rewards of {framework}; here "
-                "a function gets one rollout and returns a number: def reward(rollout): return "
-                "score(rollout.text, rollout.prompt.label). Columns of the row are in "
-                "rollout.prompt.columns (docs/tutorials/own-reward.md)"
+                "a function gets one rollout and returns a number: def reward(r): return "
+                "score(r.text, r.prompt.label). The other columns of the row are in "
+                "r.prompt.columns (docs/tutorials/own-reward.md)"
             )
 
 

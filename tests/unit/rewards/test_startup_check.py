@@ -216,7 +216,7 @@ def test_a_trial_loads_asyncio_for_rewards_that_wait_only(tmp_path: Path) -> Non
 )
 def test_a_reward_of_another_framework_is_answered_with_the_form_here(tmp_path, text, framework):
     (tmp_path / "score.py").write_text(text, encoding="utf-8")
-    with pytest.raises(RewardError, match=rf"of rewards of {framework}; .*def reward\(rollout\)"):
+    with pytest.raises(RewardError, match=rf"of rewards of {framework}; .*def reward\(r\)"):
         load_reward(f"{tmp_path}/score.py:score", {})
 
 
