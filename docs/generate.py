@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 import lightrft
 import lightrft.datasets.open_source  # fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.api import FUNCTIONS
+from lightrft.api.calls import FUNCTIONS, TRAINED
 from lightrft.config import demo, model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.import_config import ImportConfig
@@ -140,11 +140,7 @@ def python_stub() -> str:
 
 def _signature(name: str, cls: type[Settings]) -> str:
     """Return the signature of the function ``name`` with the settings ``cls``, and its docstring."""
-    result = (
-        "Run"
-        if name in ("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill", "iterate")
-        else "Any"
-    )
+    result = "Run" if name == "grm" or name in TRAINED else "Any"
     first = ['method: Literal["sft", "rl", "dpo"]'] if name == "grm" else []
     known = descriptions(cls)
     fields = [

@@ -215,6 +215,18 @@ def split_settings(cls: type[S], prefix: str, arguments: Sequence[str]) -> tuple
     return parse(cls, own).settings, others
 
 
+def description_lines(text: str, columns: int) -> list[str]:
+    """Return the indented lines of a description in a terminal of ``columns`` characters."""
+    return textwrap.wrap(
+        text,
+        max(columns, len(INDENT) + 30),
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _setting_lines(
     defaults: Settings, columns: int, sections: Sequence[str] = (), prefix: str = ""
 ) -> Generator[str]:
@@ -233,17 +245,10 @@ def _setting_lines(
         # A section that is null by default, such as ``model.lora``, has the defaults of its class.
         rows = rows if rows[1:] else list(section_defaults(type(defaults), sections[0]).items())
     width = max(len(prefix + key) for key, _ in rows)
-    wrapper = textwrap.TextWrapper(
-        width=max(columns, len(INDENT) + 30),
-        initial_indent=INDENT,
-        subsequent_indent=INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
     shown = ""
     for key, value in rows:
         yield f"  {prefix + key:<{width}}  {value!r}"
         text = description_of(type(defaults), key)
         if text != shown:  # the keys of one table share its description
-            yield from wrapper.wrap(text)
+            yield from description_lines(text, columns)
         shown = text

@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightrft.api.calls import TRAINED
 from lightrft.api.verbs import ONE_PROCESS, SERVING
-from lightrft.cli.arguments import INDENT, wants_usage
+from lightrft.cli.arguments import description_lines, wants_usage
 from lightrft.config.base import (
     Settings,
     description_of,
@@ -105,15 +104,7 @@ def shown(one: Found) -> Iterator[str]:
     """Yield the lines of a setting: name, default and verbs, then its description."""
     default = f" = {one.default}" if one.default else ""
     yield f"{one.name}{default}  ({', '.join(one.verbs)})"
-    width = max(shutil.get_terminal_size().columns, len(INDENT) + 30)
-    yield from textwrap.wrap(
-        one.about,
-        width,
-        initial_indent=INDENT,
-        subsequent_indent=INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    yield from description_lines(one.about, shutil.get_terminal_size().columns)
 
 
 def names_elsewhere(words: Sequence[str]) -> Iterator[str]:

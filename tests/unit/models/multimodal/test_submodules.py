@@ -31,13 +31,17 @@ PARTS = ("language", "tower", "projector")
 RATES = {"tower": 1e-4, "projector": 1e-3}
 
 
+def with_batch(family: str, folders: pytest.TempPathFactory) -> tuple[Rig, Batch]:
+    r = rig(family, folders.mktemp("made"))
+    return r, mixed_batch(mixed_prompts(r))
+
+
 @pytest.fixture(scope="module", params=ALL_MEDIA_FAMILIES)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Rig, Batch]:
     """A model that is only read, in a folder that nothing writes into. ``load`` makes a copy."""
-    r = rig(request.param, tmp_path_factory.mktemp("made"))
-    return r, mixed_batch(mixed_prompts(r))
+    return with_batch(request.param, tmp_path_factory)
 
 
 ONE_OF_EACH = ("qwen3_vl", "llava", "paligemma", "glm4v_moe", "voxtral")
@@ -51,8 +55,7 @@ def some(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Rig, Batch]:
     """As ``made``, of a few families."""
-    r = rig(request.param, tmp_path_factory.mktemp("some"))
-    return r, mixed_batch(mixed_prompts(r))
+    return with_batch(request.param, tmp_path_factory)
 
 
 def load(r: Rig, **options: Any) -> Actor:
