@@ -65,7 +65,7 @@ def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: 
 
     Args:
         verb: The name of the verb.
-        configs: Settings, merged left to right.
+        configs: Settings: first YAML files, then the others, each merged left to right.
         on_step: Called after each step of a verb that trains, in this process. Its argument has
             ``number``, ``metrics`` and ``stop()``.
         settings: Settings by name, merged over ``configs``. A name may be dotted. A function, rows
@@ -213,7 +213,8 @@ def _in_processes(verb: str, config: TrainingConfig) -> bool:
     status = started(verb, [str(file.absolute())], config)
     if status is None:
         return False
-    if status and not Run(Path(config.run.dir).expanduser() / config.run.name).summary:
+    # A run that was stopped by a signal has 128 and its number, and can be resumed.
+    if 0 < status < 128:
         raise ConfigError(f"lightrft {verb} ended with status {status}; its messages are above")
     return True
 

@@ -203,6 +203,13 @@ def test_two_processes_train_with_functions_and_rows_of_the_program(rl):
     assert list(run.metrics.index) == [1, 2] and run.summary["finished"]
 
 
+@pytest.mark.slow
+def test_a_failure_of_other_processes_is_an_error_also_where_an_earlier_run_has_ended(rl):
+    rl(name="two")
+    with pytest.raises(ConfigError, match="lightrft rl ended with status"):
+        rl(name="two", steps=3, data=SUMS[1:], launch={"processes": 2}, strategy={"device": "cpu"})
+
+
 def test_importing_the_package_imports_no_torch_and_no_settings():
     code = "import sys, lightrft; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
