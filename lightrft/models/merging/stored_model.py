@@ -37,6 +37,7 @@ from lightrft.models.loading.from_pretrained import (
     where_of,
 )
 from lightrft.models.loading.hf_logging import BROKEN
+from lightrft.models.loading.processor_files import copy_named_files, files_named_in
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import (
     Source,
@@ -164,7 +165,10 @@ def _small_files(where: str, name: str) -> Path:
     if Path(where).is_dir():
         return Path(where)
     try:
-        return Path(snapshot_download(where, allow_patterns=list(SMALL_FILES)))
+        folder = Path(snapshot_download(where, allow_patterns=list(SMALL_FILES)))
+        if names := files_named_in(folder):
+            snapshot_download(where, allow_patterns=sorted(names))
+        return folder
     except BROKEN as error:
         raise ModelError(
             f"{name}: there is no folder of that name here, and the model hub did not give it "
@@ -340,6 +344,7 @@ def _merged_whole(config: ModelConfig, found: SavedAdapters, scratch: Path) -> S
     for file in (file for pattern in SMALL_FILES for file in source.glob(pattern)):
         if file.name not in copied:
             shutil.copy(file, folder / file.name)
+    copy_named_files(source, folder)
     return replace(open_model(str(folder)), name=config.path, tokenizer=tokenizer)
 
 

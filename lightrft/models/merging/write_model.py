@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightrft.models.loading.adapter_folder import BASE_FILE, INDEX
+from lightrft.models.loading.processor_files import PROCESSOR_FILES, copy_named_files
 from lightrft.models.merging.stored_model import SMALL_FILES
 from lightrft.utils.atomic_files import human_bytes, write_json
 from lightrft.utils.errors import ModelError, ResourceError
@@ -24,11 +25,6 @@ log = logging.getLogger(__name__)
 
 _CONFIG_FILES = ("config.json", "generation_config.json", "*.py")
 """Files that belong to the weights. The others belong to the tokenizer and the processor."""
-_PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
 _NOT_COPIED = ("*.index.json", "adapter_config.json", BASE_FILE)
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -135,9 +131,11 @@ def copy_small_files(config: Path, tokenizer: Path, folder: Path) -> None:
     for file in _matching(tokenizer, SMALL_FILES):
         if file.name not in skipped:
             shutil.copy(file, folder / file.name)
-    if not _matching(folder, _PROCESSOR_FILES):
-        for file in _matching(config, _PROCESSOR_FILES):
+    if not _matching(folder, PROCESSOR_FILES):
+        for file in _matching(config, PROCESSOR_FILES):
             shutil.copy(file, folder / file.name)
+    for source in (tokenizer, config):
+        copy_named_files(source, folder)
     templates = tokenizer / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, folder / templates.name)

@@ -15,13 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, family_of
 from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.from_pretrained import model_settings
+from lightrft.models.loading.processor_files import (
+    PROCESSOR_FILES,
+    processor_texts,
+    settings_files,
+    write_missing,
+)
 from lightrft.types import Extent, Media
 from lightrft.utils.errors import DataError, ModelError
 
@@ -93,12 +98,14 @@ class Processor:
         tokens: Id of each kind's placeholder token.
         source: Settings of the model's folder by file, with those that no part reads.
         limits: Limits of pixels that were set by ``limited``.
+        files: Contents of the files that settings of the processor name, such as a font.
     """
 
     parts: Mapping[str, ModalityProcessor]
     tokens: Mapping[str, int]
     source: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     limits: Bounds = (None, None)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Processor:
         """Return the same processor with other limits of pixels. ``None`` keeps a limit."""
@@ -115,6 +122,8 @@ class Processor:
         folder = Path(path)
         for part in self.parts.values():
             part.save(folder)
+        for name, content in self.files.items():
+            write_missing(folder / name, content)
         for name in PROCESSOR_FILES:
             file = folder / name
             own = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -129,11 +138,6 @@ class Processor:
                 write_settings(file, fields)
 
 
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-)
 LIMITS = "lightrft_limits"
 """Key of the limits of pixels in ``preprocessor_config.json``."""
 _NESTED = {
@@ -146,25 +150,8 @@ _REPLACED = ("min_pixels", "max_pixels", "chat_template", LIMITS)
 """Settings that the files of a saved processor have elsewhere: in ``size``, or in a file."""
 
 
-def processor_texts(config: ModelConfig) -> dict[str, str]:
-    """Return the texts of the files of the model's processor, by name; none for a missing file."""
-    texts: dict[str, str] = {}
-    for name in PROCESSOR_FILES:
-        file = cached_file(
-            config.path,
-            name,
-            revision=config.revision or "main",
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if file is not None:
-            texts[name] = Path(file).read_text(encoding="utf-8")
-    return texts
-
-
-def _source(config: ModelConfig) -> dict[str, dict[str, Any]]:
+def _source(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return the settings in the files of the model's processor, one table for each file."""
-    texts = processor_texts(config)
     found = {name: json.loads(texts.get(name, "{}")) for name in PROCESSOR_FILES}
     whole = found[PROCESSOR_FILES[2]]
     for name, sections in _NESTED.items():
@@ -320,7 +307,9 @@ def load_processor(
     placed = config.model_copy(update={"path": str(folder)}) if folder.is_dir() else config
     try:
         parts = build_of(settings.model_type)(placed, settings, tokenizer)
-        source = _source(placed)
+        texts = processor_texts(placed)
+        source = _source(texts)
+        files = settings_files(placed, texts.values())
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path = {config.path!r}: how it reads media cannot be loaded ({error})"
@@ -331,6 +320,6 @@ def load_processor(
         for name, fields in source.items()
     }
     tokens = {tower.kind: tower.token_id(settings) for tower in reader.towers}
-    processor = Processor(parts, {kind: tokens[kind] for kind in parts}, kept)
+    processor = Processor(parts, {kind: tokens[kind] for kind in parts}, kept, files=files)
     processor = processor.limited(saved.get("min_pixels"), saved.get("max_pixels"))
     return processor if media is None else processor.limited(media.min_pixels, media.max_pixels)

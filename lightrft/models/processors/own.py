@@ -32,15 +32,14 @@ from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
+from lightrft.models.loading.processor_files import PROCESSOR_FILES, processor_texts
 from lightrft.models.multimodal.derived import AXIS, SHAPE, padded, places_name
 from lightrft.models.multimodal.towers import Tower
 from lightrft.models.processors.base import (
-    PROCESSOR_FILES,
     Bounds,
     ModalityProcessor,
     bounded,
     newer,
-    processor_texts,
     token_text,
     within,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
+from PIL import Image, ImageFont
+from transformers.utils import is_torchvision_available
 
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig, MediaConfig
-from lightrft.config.model import ModelConfig
+from lightrft.config.model import ConvertConfig, MergeConfig, MergeInput, ModelConfig
 from lightrft.config.verbs import ExportConfig, SFTConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media, tiny_tokenizer
+from lightrft.trainer.merge import run_convert, run_merge
 from lightrft.trainer.saved_policy import run_export
 from lightrft.trainer.sft import run_sft
 from lightrft.types import Extent
@@ -183,3 +186,81 @@ def test_an_unknown_family_that_reads_images_is_no_text_model(tmp_path: Path) ->
     tokenizer = tiny_tokenizer()
     with pytest.raises(ModelError, match=r"the family 'fuyu' is not known.*besides a language"):
         load_processor(ModelConfig(path=str(tmp_path)), tokenizer)
+
+
+def base_with_font(folder: Path) -> bytes:
+    """Write a model whose processor writes times on the frames of clips. Return its font."""
+    save_tiny_media("ernie4_5_vl_moe", folder)
+    # PIL has the bytes of one font, and no file.
+    font = ImageFont.load_default(12)
+    assert isinstance(font, ImageFont.FreeTypeFont)
+    (folder / "Times.ttf").write_bytes(font.font_bytes)
+    edit(folder / "video_preprocessor_config.json", draw_on_frames=True, font="Times.ttf")
+    for name in ("unnamed.ttf", "../outside.ttf"):
+        (folder / name).write_bytes(b"font")
+    (folder / "words").mkdir()
+    (folder / "words" / "list.txt").write_text("one")
+    names = {"words": ["words/list.txt", "missing.ttf", "../outside.ttf"]}
+    edit(folder / "processor_config.json", of_the_publisher=names)
+    return font.font_bytes
+
+
+@pytest.fixture(scope="module")
+def folders_with_font(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Path]]:
+    """A font, and the folders of a run and of all verbs that write a model."""
+    place = tmp_path_factory.mktemp("font")
+    font = base_with_font(place / "base")
+    picture(place / "a.png", 40, 60)
+    row = {"prompt": "what?", "image": "a.png", "response": "4"}
+    (place / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tree = {
+        "run": {"dir": str(place), "name": "run"},
+        "model": {"path": str(place / "base"), "dtype": "float32", "lora": {"rank": 2}},
+        "data": {"sources": [str(place / "rows.jsonl")]},
+        "batch_size": 1,
+        "train": {"steps": 1},
+        "log": {"tensorboard": False},
+    }
+    run_sft(build(SFTConfig, tree))
+    exported, _ = run_export(ExportConfig(path=str(place / "run")))
+    kept = str(place / "kept")
+    run_export(ExportConfig(path=str(place / "run"), adapters="keep", output=kept))
+    models = (MergeInput(model=kept),)
+    run_merge(MergeConfig(models=models, output=str(place / "merged")))
+    run_convert(ConvertConfig(path=str(exported), output=str(place / "converted")))
+    made = {name: place / name for name in ("kept", "merged", "converted")}
+    return font, {"run": place / "run" / "model", "exported": exported, **made}
+
+
+@pytest.mark.parametrize("verb", ["run", "exported", "kept", "merged", "converted"])
+def test_a_saved_folder_has_the_files_that_its_processor_names(
+    verb: str, folders_with_font: tuple[bytes, dict[str, Path]]
+) -> None:
+    font, folders = folders_with_font
+    folder = folders[verb]
+    assert (folder / "Times.ttf").read_bytes() == font
+    assert (folder / "words" / "list.txt").read_text() == "one"
+    assert not (folder / "unnamed.ttf").exists()
+    assert not (folders["run"].parent / "outside.ttf").exists()
+    assert [path.name for path in folder.rglob("*.ttf")] == ["Times.ttf"]
+
+
+@pytest.mark.torchvision
+@pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
+@pytest.mark.parametrize("verb", ["run", "exported", "merged", "converted"])
+def test_transformers_writes_times_on_frames_by_the_font_of_a_saved_folder(
+    verb: str, folders_with_font: tuple[bytes, dict[str, Path]], tmp_path: Path
+) -> None:
+    # without the folders that it was made from
+    folder = shutil.copytree(folders_with_font[1][verb], tmp_path / "moved")
+    frames: Any = transformers.AutoProcessor.from_pretrained(folder).video_processor
+    assert frames.draw_on_frames and Path(frames.font).parent == folder
+    about = [{"fps": 2.0, "total_num_frames": 4, "duration": 2.0, "frames_indices": [0, 1, 2, 3]}]
+    colors = []
+    for draws in (True, False):
+        frames.draw_on_frames = draws
+        clip = torch.zeros(4, 3, 112, 112, dtype=torch.uint8)
+        made = frames(videos=[clip], video_metadata=about, do_sample_frames=False)
+        colors.append(len(torch.as_tensor(made["pixel_values_videos"]).unique()))
+    # A black clip has one value in each channel.
+    assert colors[0] > colors[1] == 3
