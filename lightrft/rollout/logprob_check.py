@@ -355,6 +355,7 @@ def agreement(
     found: LogprobComparison,
     sampling: SamplingConfig,
     unequal: Callable[[], str] | None,
+    served: str = "",
 ) -> Agreement:
     """Return the difference between the log-probs of engine and trainer, and its cause.
 
@@ -364,6 +365,7 @@ def agreement(
         sampling: The sampling settings.
         unequal: Returns the name of a parameter that differs between engine and trainer, or an
             empty string. ``None`` for an engine that shares the trainer's weights.
+        served: Address of a server that was sent no weights. Empty for other engines.
 
     Returns:
         The result; its cause is empty if rounding explains the difference.
@@ -371,7 +373,7 @@ def agreement(
     bound = found.bound(actor.text_config.num_hidden_layers, sampling)
     gap = found.gap(sampling)
     # Not ``gap > bound``: a NaN gap must count as a difference.
-    cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
+    cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal, served)
     dtype = str(found.dtype).removeprefix("torch.")
     return Agreement(gap, bound, len(found.tokens), dtype, cause)
 
@@ -382,6 +384,7 @@ def refuse_gap(
     sampling: SamplingConfig,
     unequal: Callable[[], str] | None,
     when: str = "",
+    served: str = "",
 ) -> None:
     """Raise ``ModelError`` with the cause if the log-probs differ by more than ``gap_bound``.
 
@@ -391,10 +394,11 @@ def refuse_gap(
         sampling: The sampling settings.
         unequal: See ``agreement``.
         when: Start of the error message.
+        served: See ``agreement``.
     """
     if found is None:
         return
-    result = agreement(actor, found, sampling, unequal)
+    result = agreement(actor, found, sampling, unequal, served)
     if result.cause:
         raise ModelError(f"{when}{result} (engine.check_logprobs=false turns this comparison off)")
 
@@ -405,6 +409,7 @@ def _cause(
     sampling: SamplingConfig,
     bound: float,
     unequal: Callable[[], str] | None,
+    served: str,
 ) -> str:
     name = unequal() if unequal is not None else ""
     if name:
@@ -429,6 +434,11 @@ def _cause(
     kind = actor.base.config.model_type
     same = "temperature and filters are the same. Cause: the engine"
     decodes = f"decodes model type {kind!r} in another way than it is trained."
+    if served:
+        return (
+            f"Cause: {served} serves other weights than model.path = {actor.config.path!r}, or "
+            f"{decodes} Serve the model of model.path; lightrft merge writes adapters as one."
+        )
     if unequal is None:
         return f"Weights, {same} {decodes}"
     if found.dtype in EIGHT_BITS:
@@ -569,6 +579,9 @@ class CheckedEngine:
     """An engine over the weights of ``actor`` that checks its first responses.
 
     Their log-probs are compared with a forward pass of the model.
+
+    Attributes:
+        was_sent: A server at ``engine.url`` was sent the weights of ``actor``.
     """
 
     engine: Engine
@@ -578,6 +591,7 @@ class CheckedEngine:
     tensor_parallel_size: int = field(init=False)
     shares_weights: bool = field(init=False)
     checked: bool = False
+    was_sent: bool = False
 
     def __post_init__(self) -> None:
         self.shared_by_all_ranks = self.engine.shared_by_all_ranks
@@ -638,7 +652,8 @@ class CheckedEngine:
         if sampling.constraint is not None and isinstance(self.engine, NativeEngine):
             allowed = self.engine.constrained_tokens(rollouts, sampling).at
         found = compare_logprobs(self.actor, batch, sampling, None, allowed, self.config)
-        refuse_gap(self.actor, found, sampling, None)
+        served = "" if self.was_sent else self.config.url or ""
+        refuse_gap(self.actor, found, sampling, None, served=served)
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:

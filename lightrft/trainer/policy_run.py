@@ -207,7 +207,7 @@ def current_engine(run: PolicyRun) -> Engine:
             )
     if roles.strategy.ranks.size > 1:
         return roles.engine
-    return CheckedEngine(roles.engine, roles.actor, run.engine_config)
+    return CheckedEngine(roles.engine, roles.actor, run.engine_config, was_sent=True)
 
 
 def evaluate_responses(run: PolicyRun) -> Metrics:

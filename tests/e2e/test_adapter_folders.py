@@ -38,6 +38,7 @@ from tests.e2e.command import assert_refused, command
 from tests.e2e.several import train
 from tests.model_helpers import save_random_adapters
 from tests.serving_helpers import model_server
+from tests.sglang_server import PACKAGE, sglang_server
 
 Tree = dict[str, Any]
 QV = ["q_proj", "v_proj"]
@@ -367,6 +368,55 @@ def test_a_server_gets_the_adapters_merged_and_gives_the_numbers_of_the_native_e
             assert len(names) >= 3
             for metric in names:
                 assert row[metric] == pytest.approx(other[metric], rel=1e-3, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_of_sglang_gets_the_adapters_merged(
+    rl_tree, tmp_path, adapters, merged, model_folder, monkeypatch, kind
+):
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
+    varied = rl_tree["reward"]["terms"][0].replace(":ones", ":varied")
+    over: Tree = {"model": {"path": str(adapters(kind))}, "reward": {"terms": [varied]}}
+    over |= {"optimizer": {"lr": 0.0}}
+    with sglang_server(model_folder) as (url, server):
+        engine = {"kind": "sglang", "url": url, "weights_dir": str(tmp_path / "sent")}
+        found = run_of("rl", rl_tree, tmp_path, run={"name": "served"}, engine=engine, **over)
+        held = {n: t.clone() for n, t in server.generator.engine.decoder.parameters()}
+    expected = weights(merged(kind))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(held[name], tensor, atol=1e-6, rtol=1e-5)
+    assert not any("lora_" in name for name in held)
+    assert max(row["policy/rollout_logprob_diff"] for row in metrics(found)) < 1e-5
+
+
+def test_a_run_starts_sglang_with_the_base_and_sends_it_the_merged_adapters(
+    rl_tree, tmp_path, adapters, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    over = {"model": {"path": str(adapters("dora"))}}
+    found = run_of("rl", rl_tree, tmp_path, engine={"kind": "sglang"}, **over)
+    assert max(row["policy/rollout_logprob_diff"] for row in metrics(found)) < 1e-5
+
+
+def test_generate_needs_a_server_of_sglang_that_serves_the_adapters_merged(
+    capsys, tmp_path, adapters, merged, model_folder, data_folder, monkeypatch
+):
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
+    monkeypatch.chdir(tmp_path)
+    words = (f"model={adapters('dora')}", f"data.sources={data_folder / 'train.jsonl'}")
+    words += ("sampling.max_new_tokens=12", "sampling.temperature=0")
+    assert command(capsys, "generate", *words, "output=native.jsonl").status == 0
+    for name, folder in {"merged": merged("dora"), "base": model_folder}.items():
+        with sglang_server(folder) as (url, _):
+            engine = ("engine.kind=sglang", f"engine.url={url}", f"output={name}.jsonl")
+            outcome = command(capsys, "generate", *words, *engine)
+        if name == "base":
+            assert_refused(outcome, f"{url} serves other weights than model.path", "lightrft merge")
+        else:
+            assert outcome.status == 0, outcome.err
+            served = (tmp_path / f"{name}.jsonl").read_text()
+            assert served == (tmp_path / "native.jsonl").read_text()
 
 
 def test_adapters_that_an_engine_cannot_be_sent_are_refused_with_the_setting(

@@ -9,17 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
 from lightrft.config.base import build, deep_merge
-from lightrft.config.verbs import RLConfig
+from lightrft.config.verbs import ChatConfig, ExportConfig, RLConfig
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts import weights as vllm_weights
+from lightrft.trainer.inference import Chat
 from lightrft.trainer.rl import run_rl
+from lightrft.trainer.saved_policy import run_export
 from lightrft.utils.errors import ModelError
+from tests.e2e.command import command
 from tests.e2e.vllm.runs import lines
-from tests.model_helpers import vllm_model
+from tests.model_helpers import save_random_adapters, vllm_model
 
 LORA = {"rank": 3, "alpha": 12.0}
+QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+OF_PEFT = {
+    "lora": LoraConfig(r=3, lora_alpha=12, **QV),
+    "dora": LoraConfig(r=3, use_dora=True, **QV),
+    "head": LoraConfig(r=3, use_rslora=True, modules_to_save=["lm_head"], **QV),
+}
+"""Adapters that vLLM serves, and those that are merged into the weights that it is sent."""
 
 
 @pytest.fixture
@@ -155,6 +167,68 @@ def test_a_stale_adapter_stops_the_run_at_its_first_batch(
     with pytest.raises(ModelError, match=cause):
         run_rl(build(RLConfig, deep_merge(adapted, over)))
     assert len(lines(tmp_path)) <= 1
+
+
+def answers(path: Path, engine: str, *prompts: str) -> list[Any]:
+    """Return greedy responses of a model folder."""
+    config = {
+        "model": {"path": str(path), "dtype": "float32"},
+        "engine": {"kind": engine},
+        "sampling": {"max_new_tokens": 12, "temperature": 0.0},
+    }
+    chat = Chat(build(ChatConfig, config))
+    found = []
+    for prompt in prompts:
+        chat.clear()
+        found.append(chat.say(prompt))
+    return found
+
+
+PROMPTS = ("one + two", "the quick", "three = fox")
+
+
+def check_folder(folder: Path, base: Path) -> None:
+    """Check that vLLM samples from the adapters in ``folder`` as the native engine does."""
+    found, expected = (answers(folder, engine, *PROMPTS) for engine in ("vllm", "native"))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    plain = answers(base, "native", *PROMPTS)
+    assert [one.token_ids for one in plain] != [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("kind", OF_PEFT)
+def test_a_folder_of_adapters_is_sampled_and_trained_as_by_the_native_engine(
+    kind: str, tree: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = tmp_path / "model", tmp_path / "adapters"
+    save_random_adapters(AutoModelForCausalLM.from_pretrained(base), OF_PEFT[kind], folder)
+    check_folder(folder, base)
+    written = []
+    for engine in ("vllm", "native"):
+        output = tmp_path / f"{engine}.jsonl"
+        words = (f"data.sources={tmp_path / 'rows.jsonl'}", "sampling.max_new_tokens=8")
+        more = ("sampling.temperature=0", f"engine.kind={engine}", f"output={output}")
+        outcome = command(capsys, "generate", f"model={folder}", *words, *more)
+        assert outcome.status == 0, outcome.err
+        written.append(output.read_text())
+    assert written[0] == written[1] and written[0].count("\n") == 9
+    over = {"model": {"path": str(folder), "dtype": "float32"}, "optimizer": {"lr": 0.05}}
+    run_rl(build(RLConfig, deep_merge(tree, over)))
+    steps = lines(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["policy/rollout_logprob_diff"] for line in steps) < 1e-5
+    assert steps[-1]["policy/grad_norm"] > 0
+
+
+def test_adapters_that_export_kept_are_sampled_as_by_the_native_engine(
+    adapted: dict[str, Any], tmp_path: Path
+) -> None:
+    run_rl(build(RLConfig, deep_merge(adapted, {"checkpoint": {"every": 3}})))
+    given = {"adapters": "keep", "output": str(tmp_path / "kept")}
+    [run] = (tmp_path / "runs").iterdir()
+    folder, _ = run_export(build(ExportConfig, {"path": str(run), **given}))
+    check_folder(folder, tmp_path / "model")
 
 
 def test_vllm_leaves_the_generators_and_threads_of_the_process_alone(
