@@ -44,8 +44,9 @@ class Critic(Backbone):
         seed: int = 0,
     ) -> None:
         super().__init__(model, config)
-        width = self.base.config.get_text_config().hidden_size
-        self.value_head = WideLinear(width, 1, bias=False, device=self.device, dtype=torch.float32)
+        self.value_head = WideLinear(
+            self.state_width, 1, bias=False, device=self.device, dtype=torch.float32
+        )
         draw_value_weights(self.value_head.weight, seed)
         # last, so that the head starts from the same numbers as in float32
         if self.base.dtype == torch.float64:

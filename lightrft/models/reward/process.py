@@ -113,7 +113,7 @@ class ProcessRewardModel(Backbone):
             if verdicts is None:
                 raise ModelError("process_model.head = 'tokens' needs the ids of right and wrong")
             return
-        self.step_head = StepHead(settings.head, self.text_config.hidden_size, seed)
+        self.step_head = StepHead(settings.head, self.state_width, seed)
         # last, so that the head starts from the same numbers as in float32
         if self.base.dtype == torch.float64:
             self.step_head.double()

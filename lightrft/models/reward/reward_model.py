@@ -83,7 +83,7 @@ class RewardModel(Backbone):
         self.is_cut = is_cut
         self.counts_tokens = settings.positions == "text"
         self._cut()
-        width = self.text_config.hidden_size
+        width = self.state_width
         self.head_names = [head.name for head in settings.heads]
         _check_names(self.head_names)
         self.score_names = [*self.head_names, MIXTURE] if settings.gate else self.head_names

@@ -190,9 +190,17 @@ def test_a_recurrent_family_and_one_that_is_not_known_start_padded():
     assert family_of(TrOCRConfig()).layout == "padded"
 
 
-def test_values_are_read_before_each_token_and_after_the_last():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: small_model("qwen3", torch.float64),
+        # Its last states are narrower than those of its layers.
+        lambda: family_model("opt", dtype=torch.float64),
+    ],
+)
+def test_values_are_read_before_each_token_and_after_the_last(make):
     batch = hard_batch()
-    critic = Critic(small_model("qwen3", torch.float64))
+    critic = Critic(make())
     values, final = critic.values(batch, final=True)
     again, none = critic.values(batch)
     assert none is None

@@ -11,6 +11,8 @@ from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model import RewardModelConfig
 from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.tiny.text import FAMILIES
+from lightrft.models.tiny.text_families import family_model
 from lightrft.types import Batch
 from tests.model_helpers import ragged_batch, small_model
 
@@ -34,7 +36,10 @@ def reward_of(
     **fields: Any,
 ) -> RewardModel:
     """A reward model in evaluation mode, whose head has large weights, so that differences show."""
-    model = small_model(family, dtype, num_hidden_layers=layers)
+    if family in FAMILIES:
+        model = small_model(family, dtype, num_hidden_layers=layers)
+    else:
+        model = family_model(family, dtype=dtype)
     reward = RewardModel(model, config, settings_of(**fields), seed=1).eval()
     enlarge(reward)
     return reward
