@@ -29,6 +29,7 @@ from lightrft.rewards.rules.number_parsing import (
     same_quantity,
     tidy,
     words_apart,
+    written_out,
 )
 from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.rewards.sandbox.rollout_view import RolloutView
@@ -276,6 +277,7 @@ def _is_expression(text: str) -> bool:
 
 def _expression(text: str) -> str:
     """Rewrite ``tidy`` LaTeX to the forms that math-verify reads."""
+    text = written_out(text)
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
     if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
         text = "\\" + text[:-1] + "\\}"
@@ -295,12 +297,15 @@ def _expression(text: str) -> str:
 @lru_cache(maxsize=4096)
 def _parsed(latex: str) -> Any | None:
     """Parse ``latex`` to a mathematical object; ``None`` if it is none."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
     from sympy import Basic, MatrixBase
 
     # It warns that its timers are off; the worker has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    boxes_first = LatexExtractionConfig(boxed_match_priority=0)
+    # Its units are variables too, as in 2t, and any text at the end: words_apart finds ours.
+    forms = NormalizationConfig(malformed_operators=True, nits=True)
+    boxes_first = LatexExtractionConfig(boxed_match_priority=0, normalization_config=forms)
     for found in parse("\\boxed{" + latex + "}", [boxes_first], parsing_timeout=0):
         if isinstance(found, Basic | MatrixBase):
             return found

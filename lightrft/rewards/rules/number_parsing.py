@@ -53,6 +53,7 @@ _PIECE = re.compile(
     r"|\\[A-Za-z]+|(?P<bare>[A-Za-z]{2,})|[^\\A-Za-z]+|.",
     re.DOTALL,
 )
+_POWER = re.compile(r"\s*(?:\^\s*\{?\s*([23])(?!\d)\s*\}?|([²³]))")
 LONGEST_NUMBER = 4000  # characters; Python refuses to read integers of more than 4300 digits
 _CURRENCY = r"(?:[$€£¥₹]|\\pounds|USD|EUR)"
 _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
@@ -193,7 +194,7 @@ def words_apart(text: str) -> tuple[list[str], list[str]]:
     parts, words = [""], [""]
     for found in _PIECE.finditer(text):
         inner, bare = found["text"], found["bare"]
-        is_words = bool(inner and re.search("[A-Za-z]{2}", inner)) or inner in _UNITS
+        is_words = inner is not None and _has_words(inner)
         if bare:
             is_words = bare not in _FUNCTIONS and (
                 len(bare) > 3 or bare in _UNITS or bare in _NOT_UNITS
@@ -201,7 +202,11 @@ def words_apart(text: str) -> tuple[list[str], list[str]]:
         elif inner and inner.strip() in _FUNCTIONS:
             is_words = False
         if not is_words:
-            parts[-1] += found.group()
+            piece = found.group()
+            if not parts[-1] and (power := _POWER.match(piece)):  # of a unit, as in cm^2
+                words[-1] += f"^{power[1] or power[2]}"
+                piece = piece[power.end() :]
+            parts[-1] += piece
             continue
         said = " ".join((inner or bare or "").lower().split())
         if parts[-1].strip() or len(parts) == 1:
@@ -212,6 +217,23 @@ def words_apart(text: str) -> tuple[list[str], list[str]]:
     return [part.strip() for part in parts], words[1:]
 
 
+def written_out(text: str) -> str:
+    r"""Write mathematics of ``tidy`` text without its text command: ``5\text{ or 6}`` is 5 or 6."""
+
+    def inside(found: re.Match[str]) -> str:
+        inner = found[1]
+        if _has_words(inner) and not re.search(r"(?<![\w^{])\d", inner):
+            return found[0]
+        return f" {inner} " if inner[:1].isalpha() else inner
+
+    return _TEXT.sub(inside, text)
+
+
+def _has_words(text: str) -> bool:
+    """Return whether the content of a text command has a word or is a unit of one letter."""
+    return bool(re.search("[A-Za-z]{2}", text)) or text.strip() in _UNITS
+
+
 def is_unit(words: str) -> bool:
     """Return whether ``words`` after a number are a unit."""
     return _unit(words.split(), spaced=True) is not None
@@ -219,7 +241,7 @@ def is_unit(words: str) -> bool:
 
 def plain(text: str) -> str:
     """Expand the text commands of ``tidy`` text and remove outer braces and white space."""
-    text = " ".join(_TEXT.sub(r" \1 ", text).split())
+    text = " ".join(_TEXT.sub(r" \1 ", text).split()).replace(" ^", "^")
     text = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?", " degrees ", text).strip()
     inner = re.fullmatch(r"\{([^{},]*)\}", text)
     return inner.group(1).strip() if inner else text
@@ -296,7 +318,7 @@ def _unit(words: Sequence[str], spaced: bool) -> str | None:
     # "3x" is a product; "3m" is a length.
     if not spaced and bare[0] not in _UNITS:
         return None
-    if not all(map(_may_be_unit, bare)):
+    if not all(map(_may_be_unit, bare)) or all(map(_is_filler, bare)):
         return None
     # "m^2" and "km/h" are units, but not the unit "m" or "km".
     is_plain_word = len(words) == 1 and bare[0] == words[0]
@@ -308,6 +330,11 @@ def _may_be_unit(word: str) -> bool:
     if word.lower() in _NOT_UNITS:
         return False
     return word in _UNITS or len(word) >= 3 or word.lower() in _ARTICLES
+
+
+def _is_filler(word: str) -> bool:
+    """Return whether ``word`` belongs to units such as ``a day``, and is none by itself."""
+    return word.lower() in _ARTICLES and word not in _UNITS
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
