@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrft.datasets.conversations.messages import ROLES, Message, in_order, with_known_role
+from lightrft.datasets.conversations.messages import (
+    ROLES,
+    Message,
+    in_order,
+    known_role,
+    with_known_role,
+)
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
 from lightrft.datasets.media.items import replaced, with_items
 from lightrft.datasets.media.parts import kind_of, text_of
@@ -254,7 +260,7 @@ def message_fields(value: object, where: str) -> Message:
     elif "from" in fields:
         speaker = fields.pop("from")
         content = fields.pop("value", "")
-        if not isinstance(speaker, str) or speaker not in ROLES:
+        if known_role(speaker) is None:
             raise MalformedRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(ROLES)}")
         role = speaker
     else:

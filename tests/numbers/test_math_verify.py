@@ -86,6 +86,10 @@ WORDS = (
     "144",
     r"12\text{ squared}",
     r"12\text{ or }13",
+    r"12\text{ or 13}",
+    r"7\text{ R 2}",
+    r"2\text{, 7}",
+    "2t",
     r"12\text{ and }13",
     "12,13",
     r"6\text{ hours and }30\text{ minutes}",
@@ -119,7 +123,7 @@ WORDS = (
 )
 TWELVE = (
     *("12", "12 cm", r"12\text{ cm}", r"12\,\mathrm{cm}", r"12\text{ dollars}", r"\text{Area}=12"),
-    *(r"\text{12 apples}", r"12\text{ red apples}"),
+    *(r"\text{12 apples}", r"12\text{ red apples}", r"12 \text{ m}^2"),
 )
 MEANINGS: dict[str, set[str]] = {
     **{key: {"1000"} for key in ("1e3", "1000")},
@@ -145,10 +149,16 @@ MEANINGS: dict[str, set[str]] = {
     **{key: {"12"} for key in TWELVE},
     **{key: {"12", "0.12"} for key in (r"12\text{ percent}", r"12\%")},
     "0.12": {"0.12"},
-    r"12 \text{ m}^2": {"12 square meters"},
     # These words change it.
     **{key: {"144"} for key in (r"12\text{ dozen}", "144")},
     **{key: {"1200"} for key in (r"12\text{ hundred}", "1200")},
+    **{key: {"12 or 13"} for key in (r"12\text{ or }13", r"12\text{ or 13}", "12,13")},
+    r"12\text{ and }13": {"12 or 13"},
+    r"7\text{ R 2}": {"7 R 2"},
+    r"2\text{, 7}": {"2 or 7"},
+    "2t": {"2 t"},
+    "2": {"2"},
+    "7": {"7"},
     r"12\text{ squared}": {"12 squared"},
     r"12\text{ thousandths}": {"0.012"},
     r"12\text{ half}": {"12 halves"},

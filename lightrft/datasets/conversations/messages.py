@@ -41,7 +41,10 @@ ROLES = {
     "tool_call": CALLS,
     "function_call": CALLS,
 }
-"""The role of a message by its name in ShareGPT, LLaMA-Factory, ms-swift and the API of OpenAI."""
+"""The role of a message by its name in ShareGPT, LLaMA-Factory, ms-swift and the API of OpenAI.
+
+Names are lower case, and rows may write them in any case.
+"""
 _SPELLINGS = {
     "tool": ("tool", "observation", "function", "ipython"),
     "developer": ("developer", "system"),
@@ -53,6 +56,11 @@ _WORD = "sentinelword"
 """A word that no chat template writes itself."""
 
 
+def known_role(name: object) -> str | None:
+    """Return the role that ``name`` means, in any case, or None."""
+    return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+
+
 def with_known_role(message: Message, where: str) -> Message:
     """Return ``message`` with a role that chat templates know, and its calls as ``tool_calls``.
 
@@ -61,7 +69,7 @@ def with_known_role(message: Message, where: str) -> Message:
     Raises:
         MalformedRow: a call of a tool cannot be read.
     """
-    role = ROLES.get(message["role"], message["role"])
+    role = known_role(message["role"]) or message["role"]
     if role == CALLS:
         calls = _calls_of(message.pop("content"), f"{where}: content of {message['role']!r}")
         message = {**message, "role": "assistant", "content": "", "tool_calls": calls}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightrft.config.data import PreferenceColumns
-from lightrft.datasets.conversations.messages import ROLES
+from lightrft.datasets.conversations.messages import known_role
 from lightrft.datasets.preference.pair_formats import (
     is_judged,
     is_pair,
@@ -72,7 +72,7 @@ def _ends_with_assistant(row: Row, columns: PreferenceColumns) -> bool:
             last = messages[-1]
             if not isinstance(last, Mapping):
                 return False
-            return ROLES.get(str(last.get("role") or last.get("from"))) == "assistant"
+            return known_role(last.get("role") or last.get("from")) == "assistant"
     return False
 
 

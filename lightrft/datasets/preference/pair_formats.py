@@ -123,7 +123,10 @@ def _is_texts(value: object) -> bool:
 
 
 def is_rejected_response(row: Row, columns: PreferenceColumns) -> bool:
-    """Return True for ms-swift's ``{messages, rejected_response | rejected_messages}``."""
+    """Return True for ms-swift's ``{messages, rejected_response | rejected_messages}``.
+
+    Its older rows have a query and a response in place of messages.
+    """
     return any(row.get(name) is not None for name in REJECTED)
 
 
@@ -136,6 +139,10 @@ def read_rejected_response(given: GivenRow) -> RawPreference:
             problem = f"rejected_{kind} is not {kind}"
             raise MalformedRow(f"{where}: {problem}; both responses must be to the same media")
     messages = as_messages(given.prompt())
+    if messages[-1:] and messages[-1]["role"] != "assistant":
+        better = row.get(given.columns.response or "response")
+        if isinstance(better, str):
+            messages = [*messages, {"role": "assistant", "content": better}]
     margin = _margin(row, where)
     if row.get("rejected_messages") is not None:
         other = raw_text(row["rejected_messages"], "rejected_messages", where)

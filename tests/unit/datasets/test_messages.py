@@ -38,6 +38,8 @@ def said(role, content, **fields):
         ("tool_response", "tool"),
         ("function", "tool"),
         ("developer", "developer"),
+        ("User", "user"),
+        ("ASSISTANT", "assistant"),
     ],
 )
 def test_roles_of_other_formats_are_mapped_in_messages(role, as_role):

@@ -84,6 +84,11 @@ PAIRS = {
         "messages": COLOUR + said(BLUE),
         "rejected_response": GREEN,
     },
+    "ms-swift, query and response": {
+        "query": "What color is the sky?",
+        "response": BLUE,
+        "rejected_response": GREEN,
+    },
     "ms-swift, rejected_messages": {
         "messages": COLOUR + said(BLUE),
         "rejected_messages": COLOUR + said(GREEN),

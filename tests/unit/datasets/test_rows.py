@@ -135,8 +135,13 @@ def test_null_leaves_a_column_of_a_known_meaning_out_and_a_name_takes_another_on
     assert read_record(row, Columns(system=None, history=None), "line 1").prompt == "1+1?"
 
 
-def test_a_worked_solution_is_learned_and_its_answer_is_the_label(tmp_path: Path) -> None:
-    row = {"problem": "1+1?", "solution": "1+1 is 2.", "answer": "2"}
+@pytest.mark.parametrize(
+    ("solution", "answer"), [("solution", "answer"), ("generated_solution", "expected_answer")]
+)
+def test_a_worked_solution_is_learned_and_its_answer_is_the_label(
+    tmp_path: Path, solution: str, answer: str
+) -> None:
+    row = {"problem": "1+1?", solution: "1+1 is 2.", answer: "2"}
     (example,) = examples(tmp_path, row)
     assert learned(example)[1] == "1+1 is 2.<|im_end|>"
     (prompt,) = prompts(tmp_path, row)
