@@ -33,7 +33,7 @@ ALGORITHM = (
         to.ESTIMATES,
     ),
     NameRow(
-        "loss_type pref_loss model.loss_type kto_loss_type rlhf_loss_type",
+        "loss loss_type pref_loss model.loss_type kto_loss_type rlhf_loss_type",
         "preference.losses",
         "",
         to.loss_type,

@@ -189,7 +189,7 @@ STEPS = (
         ignore,
     ),
     NameRow(
-        "learning_rate actor_learning_rate lr optim.lr adam.lr actor.adam.lr "
+        "learning_rate actor_learning_rate lr optim.lr adam.lr actor.adam.lr actor.optim.lr "
         f"{ACTOR}.optim.lr train_learning_rate",
         "optimizer.lr",
     ),

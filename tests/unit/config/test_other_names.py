@@ -162,6 +162,7 @@ def test_the_ending_of_a_name_never_answers_for_another_section(section: str) ->
     ("given", "expected"),
     [
         ("critic.optim.lr=1e-5", "critic.optim.lr is critic.optimizer.lr here"),
+        ("actor.optim.lr=1e-5", "actor.optim.lr is optimizer.lr here"),
         ("critic.lr=1e-5", "critic.lr is critic.optimizer.lr here"),
         ("critic.learning_rate=1e-5", "critic.learning_rate is critic.optimizer.lr here"),
         ("critic.max_grad_norm=1", "critic.max_grad_norm is critic.optimizer.max_grad_norm here"),
@@ -206,6 +207,8 @@ def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) ->
         ("distill", "beta=0.1", "beta is distill.beta here"),
         ("rl", "beta=0.1", "beta is algorithm.kl.coef here"),
         ("dpo", "loss_type=exo_pair", "(preference.losses=[exo])"),
+        ("dpo", "loss=ipo", "loss is preference.losses here"),
+        ("rm", "loss=log_exp", "loss is reward_model.losses here"),
         ("rl", "loss_type=dr_grpo", "(algorithm.aggregation=constant)"),
         ("rm", "loss_type=sigmoid", "(reward_model.losses=[bradley_terry])"),
         ("serve", "port=8000", "port is http.port here"),
