@@ -141,19 +141,21 @@ def test_a_filter_of_sampling_is_part_of_the_policy_of_every_preset(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(SAMPLING)))
-@pytest.mark.parametrize("family", RANDOM)
-def test_a_random_forward_under_a_filter_is_one_policy(
-    rl_config, random_folder, data_folder, tmp_path, family, number
+@pytest.mark.parametrize(("number", "preset"), enumerate(PRESETS))
+def test_a_random_forward_under_a_filter_is_one_policy_of_every_preset(
+    rl_config, random_folder, data_folder, tmp_path, preset, number
 ):
-    over = {
-        "model": {"path": str(random_folder(family)), "dropout": True},
-        "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
-        "sampling": {"max_new_tokens": 8, **SAMPLING[number]},
-        "algorithm": {"preset": "topr"},
+    """Each preset meets a family, and each family all sampling settings."""
+    row, family = divmod(number, len(RANDOM))
+    folder = random_folder(list(RANDOM)[family])
+    tree = needed_by(preset, f"{data_folder / 'rewards.py'}:varied", folder)
+    tree |= {
+        "model": {"path": str(folder), "dropout": True},
+        "optimizer": {"lr": 0.0},
+        "train": {"steps": 1, "num_mini_batches": 2},
+        "sampling": {"max_new_tokens": 8, **SAMPLING[row % len(SAMPLING)]},
     }
-    row = first_step(rl_config(**still(**over)), tmp_path)
-    assert_one_policy(row)
+    assert_one_policy(first_step(rl_config(**tree), tmp_path))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8, "temperature": 0.7}])

@@ -25,6 +25,20 @@ def end_soon():
     signal.setitimer(signal.ITIMER_REAL, 0.05)
 
 
+def stuck():
+    """Tell the fixture ``overdue`` that this call will not return."""
+    Path(os.environ["LIGHTRFT_TEST_STUCK"]).touch()
+
+
+def endure():
+    """Never return, whatever is raised."""
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            continue
+
+
 def act(text):
     """Do what ``text`` says; by default its number is the reward."""
     if text == "raise":
@@ -34,13 +48,11 @@ def act(text):
         while True:
             pass
     if text == "stubborn":
-        while True:
-            try:
-                time.sleep(0.01)
-            except BaseException:
-                continue
+        stuck()
+        endure()
     if text == "c-loop":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        stuck()
         ctypes.PyDLL(None).sleep(1000)
     if text == "memory":
         LEAK.append(bytearray(10**12))
@@ -64,7 +76,7 @@ def act(text):
         return 1.0
     if text == "hang up":
         os.closerange(3, 100)
-        act("stubborn")
+        endure()
     if text == "stdin":
         return float(len(sys.stdin.read()))
     odd = {
@@ -89,7 +101,15 @@ def plain(rollout):
 async def asynchronous(rollout):
     await asyncio.sleep(0.01)
     if rollout.text == "sleep":
-        await asyncio.sleep(1000)
+        loop = asyncio.get_running_loop()
+        while len(asyncio.all_tasks()) > 2:  # this call, and the one that waits for all
+            await asyncio.sleep(0.01)
+        now = loop.time
+        loop.time = lambda: now() + 1000  # as if the deadline, which is far, were over
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            loop.time = now
     return act(rollout.text)
 
 

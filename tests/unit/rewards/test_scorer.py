@@ -10,6 +10,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from lightrft.distributed.guarded.guardian import has_more_descendants
 from lightrft.rewards import REWARDS
 from lightrft.rewards.registry import OverBudget
 from lightrft.rewards.rules import math
+from lightrft.rewards.sandbox.process import WorkerProcess
 from lightrft.rewards.sandbox.rollout_view import view_of
 from lightrft.rewards.scorer import Scorer
 from lightrft.types import Prompt, Rollout
@@ -57,13 +59,32 @@ def score(texts, *functions, **settings):
     return rollouts, scorer
 
 
+@pytest.fixture
+def overdue(monkeypatch, tmp_path):
+    """Once a call says that it is stuck, its deadline, which is far, is over in the scorer."""
+    file = tmp_path / "stuck"
+    monkeypatch.setenv("LIGHTRFT_TEST_STUCK", str(file))
+    now, receive, late = time.monotonic, WorkerProcess.receive, []
+
+    def received(worker, seconds):
+        messages = receive(worker, min(seconds, 0.1))
+        if not messages and file.exists():
+            file.unlink()
+            late.append(1000)
+        return messages
+
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now() + sum(late)})
+    monkeypatch.setattr("lightrft.rewards.scorer.time", clock)
+    monkeypatch.setattr(WorkerProcess, "receive", received)
+
+
 @pytest.mark.parametrize(
     ("text", "failed", "kind"),
     [
         ("raise", "raised ValueError: no such luck (plain)", "raised"),
         ("loop", "deadline 300 s (plain)", "deadline"),
-        ("stubborn", "deadline 10 s (plain)", "deadline"),
-        ("c-loop", "deadline 10 s (plain)", "deadline"),
+        ("stubborn", "deadline 300 s (plain)", "deadline"),
+        ("c-loop", "deadline 300 s (plain)", "deadline"),
         ("memory", "memory 256 MiB (plain)", "memory"),
         ("leak", "memory 256 MiB (plain)", "memory"),
         ("exit", "ended its process with status 3 (plain)", "died"),
@@ -84,19 +105,14 @@ def score(texts, *functions, **settings):
         ("dict", "returned an empty dict (plain)", "value"),
     ],
 )
-def test_a_call_that_fails_in_any_way_fails_its_own_sample_only(text, failed, kind):
-    seconds = 10 if text in ("stubborn", "c-loop") else 300
-    rollouts, scorer = score(["1", "2", text, "3", "4"], "plain", timeout=seconds)
+def test_a_call_that_fails_in_any_way_fails_its_own_sample_only(text, failed, kind, overdue):
+    # The clock is that of all workers.
+    workers = {"workers": 1} if text in ("stubborn", "c-loop") else {}
+    rollouts, scorer = score(["1", "2", text, "3", "4"], "plain", **workers)
     assert [r.reward for r in rollouts] == [1, 2, None, 3, 4]
     assert [r.failed for r in rollouts] == ["", "", failed, "", ""]
     assert rollouts[2].terms == {} and rollouts[1].terms == {"plain": 2.0}
     assert dict(scorer.counts) == {"scored": 4, kind: 1}
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """No worker is killed because the machine has held it up: only its own alarm ends a call."""
-    monkeypatch.setattr("lightrft.rewards.scorer.GRACE_SECONDS", 60.0)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +164,9 @@ def test_a_batch_of_the_wrong_length_is_a_failure_that_says_so():
     assert {r.failed for r in rollouts} == {"returned 2 values for 1 rollouts (batched_short)"}
 
 
-def test_an_async_call_that_waits_for_ever_is_overdue_and_the_others_are_not(patient):
-    rollouts, scorer = score(["1", "sleep", "2"], "asynchronous", timeout=10)
-    assert [r.failed for r in rollouts] == ["", "deadline 10 s (asynchronous)", ""]
+def test_an_async_call_that_waits_for_ever_is_overdue_and_the_others_are_not():
+    rollouts, scorer = score(["1", "sleep", "2"], "asynchronous")
+    assert [r.failed for r in rollouts] == ["", "deadline 300 s (asynchronous)", ""]
     assert scorer.restarts == 0
 
 
@@ -289,7 +305,7 @@ def test_submitting_does_not_wait_for_slow_rewards(tmp_path):
 
 
 def test_the_time_in_functions_and_the_time_before_them_are_measured():
-    _, scorer = score(["0.3"] * 4, "sleeps")
+    _, scorer = score(["0.3"] * 4, "sleeps", workers=1)
     assert scorer.seconds["busy"] >= 1.2 and scorer.seconds["queue"] > 0.3
 
 

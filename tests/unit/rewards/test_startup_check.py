@@ -16,6 +16,8 @@ from lightrft.types import Prompt
 from lightrft.utils.errors import RewardError
 
 REWARDS = """
+import faulthandler
+import sys
 import time
 
 
@@ -32,15 +34,22 @@ def note():
         file.write("call\\n")
 
 
+def overdue():
+    # As if the deadline, which is far, were over.
+    frame = sys._getframe()
+    while "told" not in frame.f_locals:
+        frame = frame.f_back
+    faulthandler.dump_traceback_later(0.05, exit=True, file=frame.f_locals["told"])
+
+
 def hangs(rollout):
     note()
-    while True:
-        time.sleep(0.01)
+    overdue(), [time.sleep(0.01) for _ in iter(int, 1)]
 
 
 def hangs_in_c(rollout):
     note()
-    time.sleep(1000)
+    overdue(), time.sleep(1000)
 
 
 def a_word(rollout):
@@ -111,8 +120,16 @@ def line_of(text: str) -> int:
     ("name", "said", "line"),
     [
         ("raises", "raised ZeroDivisionError: division by zero", "    return 1 / 0"),
-        ("hangs", "took longer than reward.timeout = 3 s", "        time.sleep(0.01)"),
-        ("hangs_in_c", "took longer than reward.timeout = 3 s", "    time.sleep(1000)"),
+        (
+            "hangs",
+            "took longer than reward.timeout = 300 s",
+            "    overdue(), [time.sleep(0.01) for _ in iter(int, 1)]",
+        ),
+        (
+            "hangs_in_c",
+            "took longer than reward.timeout = 300 s",
+            "    overdue(), time.sleep(1000)",
+        ),
         ("a_word", "returned str, not a number", "def a_word(rollout):"),
         ("too_few", "returned 3 values for 10 rollouts", "def too_few(rollouts):"),
     ],
@@ -122,9 +139,8 @@ def test_a_reward_that_cannot_score_is_refused_with_its_own_file_and_line(
 ) -> None:
     called = calls_of(file)
     called.unlink(missing_ok=True)
-    seconds = 3 if name.startswith("hangs") else 300
     with pytest.raises(RewardError) as raised:
-        check_rewards(RewardConfig(terms=[f"{file}:{name}"], timeout=seconds), PROMPTS, TOKENIZER)
+        check_rewards(RewardConfig(terms=[f"{file}:{name}"], timeout=300), PROMPTS, TOKENIZER)
     assert said in str(raised.value)
     assert f'File "{file}", line {line_of(line)}' in str(raised.value)
     assert "lightrft/trainer" not in str(raised.value)
