@@ -326,13 +326,6 @@ class Backbone(nn.Module):
         return self.base.config.get_text_config(decoder=True)
 
     @property
-    def state_width(self) -> int:
-        """Width of the last hidden states. OPT may project them, so ``hidden_size`` is another."""
-        # A head of another class does not have to say its width.
-        known = getattr(self.base.get_output_embeddings(), "in_features", None)
-        return known if isinstance(known, int) else self.text_config.hidden_size
-
-    @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that can be trained or frozen separately."""
         return parts_of(self.family)

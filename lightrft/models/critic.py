@@ -14,7 +14,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import build_model
-from lightrft.models.reward.heads import WideLinear, draw_value_weights
+from lightrft.models.reward.heads import WideLinear, draw_value_weights, state_width
 from lightrft.models.reward.other_layouts import read_other_form
 from lightrft.models.reward.saved_form import PROCESS_FILE, read_form
 from lightrft.types import Batch
@@ -45,7 +45,7 @@ class Critic(Backbone):
     ) -> None:
         super().__init__(model, config)
         self.value_head = WideLinear(
-            self.state_width, 1, bias=False, device=self.device, dtype=torch.float32
+            state_width(self.base), 1, bias=False, device=self.device, dtype=torch.float32
         )
         draw_value_weights(self.value_head.weight, seed)
         # last, so that the head starts from the same numbers as in float32

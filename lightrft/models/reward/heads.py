@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightrft.config.reward_model import HeadKind, RewardHeadConfig
 from lightrft.models.logprobs import wide
@@ -34,6 +35,16 @@ class HeadOutputs(NamedTuple):
 
     outputs: Tensor
     scores: Tensor
+
+
+def state_width(model: PreTrainedModel) -> int:
+    """Return the width of the last hidden states. OPT may project them from ``hidden_size``."""
+    # An output head of another class does not have to say its width.
+    known = getattr(model.get_output_embeddings(), "in_features", None)
+    if isinstance(known, int):
+        return known
+    width: int = model.config.get_text_config(decoder=True).hidden_size
+    return width
 
 
 class WideLinear(nn.Linear):

@@ -20,7 +20,7 @@ from lightrft.models.families import head_transform
 from lightrft.models.loading.save_model import Saved, save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.logprobs import transform_logits, wide
-from lightrft.models.reward.heads import WideLinear, draw_value_weights
+from lightrft.models.reward.heads import WideLinear, draw_value_weights, state_width
 from lightrft.models.reward.process_form import (
     ProcessForm,
     Separator,
@@ -113,7 +113,7 @@ class ProcessRewardModel(Backbone):
             if verdicts is None:
                 raise ModelError("process_model.head = 'tokens' needs the ids of right and wrong")
             return
-        self.step_head = StepHead(settings.head, self.state_width, seed)
+        self.step_head = StepHead(settings.head, state_width(self.base), seed)
         # last, so that the head starts from the same numbers as in float32
         if self.base.dtype == torch.float64:
             self.step_head.double()

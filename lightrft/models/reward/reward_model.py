@@ -30,6 +30,7 @@ from lightrft.models.reward.heads import (
     RewardHead,
     WideLinear,
     draw_value_weights,
+    state_width,
 )
 from lightrft.models.reward.other_layouts import read_other_form
 from lightrft.models.reward.pooling import (
@@ -83,7 +84,7 @@ class RewardModel(Backbone):
         self.is_cut = is_cut
         self.counts_tokens = settings.positions == "text"
         self._cut()
-        width = self.state_width
+        width = state_width(self.base)
         self.head_names = [head.name for head in settings.heads]
         _check_names(self.head_names)
         self.score_names = [*self.head_names, MIXTURE] if settings.gate else self.head_names
