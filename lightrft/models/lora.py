@@ -89,6 +89,8 @@ def add_adapters(
         if any(hasattr(inner, "lora_A") for inner in module.modules()):
             raise _both(config, name)
     _check_places(adapted, config)
+    if config.targets == "all-linear":
+        _report_experts(adapted, config)
     share_configs(adapted)
     return adapted
 
@@ -108,6 +110,27 @@ def _check_places(adapted: nn.Module, config: LoRAConfig) -> None:
                 "experts have layers of the same names; set model.lora.targets to names that only "
                 f"{parts} has"
             )
+
+
+def _report_experts(adapted: nn.Module, config: LoRAConfig) -> None:
+    """Log a warning if experts stay as they are: peft leaves out stacked weights in silence."""
+    family = family_of(base_model(adapted).config)
+    stacked, trained = set(), set()
+    for name, parameter in adapted.named_parameters():
+        place, found, _ = name.partition(".experts.")
+        if found and parameter.ndim == 3 and part_of(family, name) in config.parts:
+            stacked.add(place)
+        if found and parameter.requires_grad:
+            trained.add(place)
+    if stacked - trained:
+        reason = "peft knows no adapters for those of this family"
+        if config.dora or config.dropout:
+            reason = "that allows neither model.lora.dora nor model.lora.dropout"
+        _log.warning(
+            "the experts get no adapters: their weights are stacked, and %s; "
+            "model.lora.modules_to_save=[experts] trains them whole",
+            reason,
+        )
 
 
 def share_configs(model: nn.Module) -> None:
@@ -244,10 +267,6 @@ def _leave_out(model: PreTrainedModel, settings: LoraConfig) -> None:
         listed = LoraConfig(target_modules=[name for name in names if name not in set(excluded)])
         convert_peft_config_for_transformers(listed, model, None)
         settings.target_modules = listed.target_modules
-        _log.warning(
-            "the experts get no adapters: their weights are stacked, which allows neither "
-            "model.lora.dora nor model.lora.dropout"
-        )
 
 
 def _is_linear(layer: nn.Module) -> bool:

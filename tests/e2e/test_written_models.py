@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,23 @@ def tree(base: Path, data_folder: Path, folder: Path, **over: Any) -> SFTConfig:
     return build(SFTConfig, deep_merge(common, over))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_adapters_on_experts_end_in_a_model_that_loads(family, data_folder, tmp_path, capsys):
+WHOLE_EXPERTS = "DoRA and whole experts"
+KINDS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "rsLoRA": {"rslora": True},
+    "a whole head": {"modules_to_save": ["lm_head"]},
+    "whole norms": {"modules_to_save": ["norm"]},
+    WHOLE_EXPERTS: {"dora": True, "modules_to_save": ["experts"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [*product(("mixtral", "qwen3_moe"), KINDS), ("gpt_oss", WHOLE_EXPERTS)]
+)
+def test_adapters_on_experts_end_in_a_model_that_loads(family, kind, data_folder, tmp_path, capsys):
     sizes = {"vocab_size": len(tiny_tokenizer())}
     base = saved(family, tmp_path / "base", **sizes)
-    run_sft(tree(base, data_folder, tmp_path))
+    run_sft(tree(base, data_folder, tmp_path, model={"lora": KINDS[kind]}))
     _, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "model", output_loading_info=True
     )
@@ -59,6 +72,8 @@ def test_adapters_on_experts_end_in_a_model_that_loads(family, data_folder, tmp_
         AutoModelForCausalLM.from_pretrained(f).state_dict()
         for f in (tmp_path / "run" / "model", tmp_path / "merged")
     )
+    start = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert any("experts" in name and not value.equal(start[name]) for name, value in one.items())
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
 

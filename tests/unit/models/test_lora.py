@@ -13,7 +13,7 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import build_model
-from lightrft.models.lora import merged_model
+from lightrft.models.lora import add_adapters, merged_model
 from lightrft.models.tiny.text_families import family_model
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,9 +78,28 @@ def test_the_scale_and_the_dropout_of_adapters_are_written_too(tmp_path, kind):
     check_written_adapters("mixtral", kind, tmp_path)
 
 
-def test_experts_without_adapters_are_said(tmp_path, caplog):
-    check_written_adapters("mixtral", "dora", tmp_path)
-    assert "the experts get no adapters" in caplog.text
+@pytest.mark.parametrize(
+    ("family", "over", "reason"),
+    [
+        ("mixtral", {"dora": True}, "neither model.lora.dora nor"),
+        ("deepseek_v3", {"dropout": 0.1}, "neither model.lora.dora nor"),
+        ("gpt_oss", {}, "no adapters for those of this family"),
+        ("qwen2_moe", {}, "no adapters for those of this family"),
+        ("mixtral", {}, ""),
+        ("qwen3_moe", {}, ""),
+        ("gpt_oss", {"modules_to_save": ("experts",)}, ""),
+        ("gpt_oss", {"targets": ("q_proj",)}, ""),
+        ("qwen2", {}, ""),
+    ],
+)
+def test_experts_without_adapters_are_said(family, over, reason, caplog):
+    adapted = add_adapters(family_model(family), LoRAConfig(rank=2, **over))
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    said = "the experts get no adapters" in caplog.text
+    assert said == bool(reason) and reason in caplog.text
+    assert said == ("modules_to_save=[experts]" in caplog.text)
+    if family != "qwen2" and "targets" not in over:
+        assert said != any(".experts." in name for name in trained)
 
 
 def test_layers_that_keep_the_state_of_a_training_forward_are_merged(tmp_path):
