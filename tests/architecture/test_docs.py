@@ -149,7 +149,12 @@ def test_extras_are_installed_from_the_checkout_and_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     known = extras["project"]["optional-dependencies"]
     named = set()
-    for file in [*PAGES, *(ROOT / "lightrft").rglob("*.py")]:
+    written = [
+        ROOT / "Makefile",
+        *(ROOT / "recipes").rglob("*.yaml"),
+        *(ROOT / "examples").rglob("*.*"),
+    ]
+    for file in [*PAGES, *written, *(ROOT / "lightrft").rglob("*.py")]:
         text = file.read_text(encoding="utf-8")
         # the package index has another project of this name
         assert not re.search(r"install [^\n]*lightrft\[\w", text), file
