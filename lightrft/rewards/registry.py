@@ -157,7 +157,19 @@ def _check_signature(
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        raise RewardError(f"{shown}, but its signature is {signature}: {error}") from None
+        given = "{function: " + name + ", options: {" + _options_of(signature) + "}}"
+        raise RewardError(
+            f"{shown}, but its signature is {signature}: {error}. Arguments after the first are "
+            f"options of the term: {given}"
+        ) from None
+
+
+def _options_of(signature: inspect.Signature) -> str:
+    """Return the options of a reward without defaults as YAML, or all of them if it needs none."""
+    _, *others = signature.parameters.values()
+    named = [one for one in others if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    needed = [one for one in named if one.default is inspect.Parameter.empty] or named
+    return ", ".join(f"{one.name}: ..." for one in needed)
 
 
 def _portable_name(name: str, function: Callable[..., Any]) -> str:

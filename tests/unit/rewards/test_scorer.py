@@ -538,7 +538,7 @@ def test_a_call_beyond_its_cpu_time_is_wrong_and_counted_also_where_python_does_
         ({"function": f"{FUNCTIONS}:only_keyword"}, "first parameter must take the rollout"),
         ({"function": f"{FUNCTIONS}:NOT_A_FUNCTION"}, "is int, not a function"),
         ({"function": f"{FUNCTIONS}:terms", "options": {"scael": 1}}, "scael"),
-        ({"function": "length"}, "limit"),
+        ({"function": "length"}, "function: length, options: {limit: ..., buffer: ...}}"),
         ({"function": "__main__:reward"}, "use file.py:function"),
     ],
 )

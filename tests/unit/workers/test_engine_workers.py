@@ -426,7 +426,7 @@ def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started
 ):
     meet = threading.Barrier(2)
     workers = [Stalling(f"engine {i}", meet) for i in range(2)]
-    engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=0.5), hand())
+    engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=2), hand())
     try:
         assert engines.load_weights([("w", torch.ones(3))], 1) == {"w": checksum(torch.ones(3))}
     finally:
