@@ -354,7 +354,6 @@ def open_run(config: Any) -> Any:
     """A session and the run that ``lightrft rl`` would make of ``config``."""
     from contextlib import contextmanager
 
-    from lightrft.observability.observer import NullObserver
     from lightrft.trainer.checks.check_config import check as check_config
     from lightrft.trainer.rl import prepare
     from lightrft.trainer.run_session import open_session
@@ -362,9 +361,7 @@ def open_run(config: Any) -> Any:
     @contextmanager
     def opened() -> Any:
         requirements = check_config(config)
-        with open_session(
-            config, config.run, config.checkpoint, config.log, "rl", NullObserver()
-        ) as session:
+        with open_session(config) as session:
             run = prepare(config, requirements, session)
             try:
                 yield session, run

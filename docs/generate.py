@@ -36,6 +36,7 @@ from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
 from lightrft.models.families import FAMILIES, MEMBERS, Family
 from lightrft.observability.metric_table import METRICS
+from lightrft.trainer.phases import PHASES
 
 DOCS = Path(__file__).resolve().parent
 MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it. -->\n"
@@ -196,6 +197,15 @@ def metrics_page() -> str:
         "| metric | over | meaning | not where |",
         "|---|---|---|---|",
         *(f"| `{row.name}` | {row.over} | {row.meaning} | {row.when} |" for row in METRICS),
+        "",
+        "## Phases of a step",
+        "",
+        "A step runs these phases on its batch, in order. `time/<phase>` is the time of each, and "
+        "[replay](off-policy.md#replay-a-step) repeats some of them.",
+        "",
+        "| phase | computes |",
+        "|---|---|",
+        *(f"| `{phase.name}` | {phase.about} |" for phase in PHASES),
     ]
     return "\n".join(lines) + "\n"
 

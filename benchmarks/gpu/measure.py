@@ -244,7 +244,7 @@ def grpo(args: Any, scratch: Path, result: Result) -> None:
         result.add(numbers, steps=rows)
         if args.profile:
             profiler = Profiler()
-            around(importlib.import_module("lightrft.trainer.rl_step"), "update", profiler)
+            around(importlib.import_module("lightrft.trainer.phases"), "update", profiler)
             step(args.steps + 1)
             result.add(profiler.result["numbers"], profile=profiler.result)
     # Last: tracing a large model takes seconds of the host.

@@ -175,7 +175,7 @@ def _trained(verb: str, function: str, config: Any, on_step: OnStep | None) -> R
         config: Settings of the run.
         on_step: As in ``call``.
     """
-    path = Path(config.run.dir).expanduser() / config.run.name
+    path = config.run.folder
     with _session():
         if isinstance(config, RLConfig):
             check_algorithm(config)

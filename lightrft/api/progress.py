@@ -112,7 +112,7 @@ def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
     # A run needs it at its end, and imports it then.
     from lightrft.viewer.report import write_report
 
-    folder = Path(run.dir).expanduser() / run.name
+    folder = run.folder
     try:
         said = f"report: {write_report(folder)}"
     except (UserError, OSError) as error:

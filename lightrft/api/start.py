@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightrft.config.run import RunConfig
@@ -80,7 +79,7 @@ def exit_status(summary: Mapping[str, Any]) -> int:
 
 def summary_text(run: RunConfig) -> str:
     """Return the text of ``summary.json`` of a run, which is empty if there is none."""
-    file = Path(run.dir).expanduser() / run.name / "summary.json"
+    file = run.folder / "summary.json"
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -31,6 +31,11 @@ class RunConfig(Settings):
     """Number of CPU threads; 0 leaves it to torch."""
     progress: bool = True
     """Show a progress bar."""
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return Path(self.dir).expanduser() / self.name
 
     @field_validator("name")
     @classmethod

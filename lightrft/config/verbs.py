@@ -50,6 +50,8 @@ from lightrft.config.train import (
 class RLConfig(HeldOutSettings):
     """The settings of ``lightrft rl``: reinforcement learning from rewards or from a teacher."""
 
+    verb: ClassVar[str] = "rl"
+    """The verb that reads these settings."""
     paths: ClassVar[tuple[str, ...]] = ("reference",)
     """The settings of this section that are paths."""
     run: RunConfig = RunConfig()

@@ -3,54 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.algorithms.nonfinite_tokens import readable
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import load_settings
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.distillation import with_teacher
-from lightrft.learner.forward_passes import sampled_distribution, verify_layouts
-from lightrft.learner.policy_update import update
-from lightrft.learner.process_reward import with_process_rewards
+from lightrft.learner.forward_passes import verify_layouts
 from lightrft.learner.reference_update import load_reference_state, update_reference
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
-from lightrft.roles import Roles
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.serialization import load_batch
 from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
-from lightrft.trainer.rl_step import (
-    update_settings,
-    with_advantages,
-    with_policy,
-    with_reference,
-    with_values,
-)
+from lightrft.trainer.phases import PHASES, StepContext, run_phases
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.seeding import restore_rng, seed_everything
 from lightrft.utils.state_io import SUFFIX, State
 from lightrft.workers.local import local_roles, local_tokenizer
 
-PHASES = ("policy", "reference", "values", "prm", "advantages", "update")
+NAMES = tuple(phase.name for phase in PHASES)
+"""Names of the phases of a step, in order."""
 
 
 @dataclass(slots=True)
 class Replayed:
-    """The batch after the repeated phases, and the metrics of the update."""
+    """The batch after the repeated phases, and their metrics."""
 
     batch: Batch
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Metrics
 
 
 def replay(
     folder: Path | str,
     step: int,
-    phases: Sequence[str] = PHASES,
+    phases: Sequence[str] = NAMES,
     overrides: Sequence[str] = (),
 ) -> Replayed:
     """Repeat ``phases`` of ``step`` on the batch that the run saved.
@@ -62,16 +52,16 @@ def replay(
     Args:
         folder: run folder.
         step: number of the step, from 1.
-        phases: some of ``PHASES``. They run in the order of ``PHASES``.
+        phases: names of some of ``PHASES``. They run in the order of a step.
         overrides: settings to change, as ``a.b=value``.
 
     Raises:
         CheckpointError: the batch or the checkpoint was not saved.
         ConfigError: the settings are invalid.
     """
-    for phase in phases:
-        if phase not in PHASES:
-            raise ConfigError(f"there is no phase {phase!r}; take some of {', '.join(PHASES)}")
+    for name in phases:
+        if name not in NAMES:
+            raise ConfigError(f"there is no phase {name!r}; take some of {', '.join(NAMES)}")
     folder = Path(folder)
     config = load_settings(RLConfig, [folder / "config.yaml"], overrides).settings
     check_parts(config.algorithm)
@@ -87,58 +77,20 @@ def replay(
     steps = config.train.count_steps(prompts, config.rollout.prompts_per_step)
     roles = local_roles(config, requirements, tokenizer, steps, processor)
     try:
-        controls = Controllers.of(config.algorithm)
-        _take_up(roles, controls, config, folder, step - 1)
-        update_reference(roles, config.algorithm.kl, step - 1)
+        context = StepContext(
+            roles=roles,
+            config=config,
+            requirements=requirements,
+            controllers=Controllers.of(config.algorithm),
+            step=step - 1,
+        )
+        _take_up(context, folder)
+        update_reference(roles, config.algorithm.kl, context.step)
         verify_layouts(roles, batch)
-        return _run(roles, controls, config, requirements, step - 1, batch, phases)
+        chosen = [phase for phase in PHASES if phase.name in phases]
+        return Replayed(run_phases(batch, context, chosen), context.metrics)
     finally:
         roles.close()
-
-
-def _run(
-    roles: Roles,
-    controls: Controllers,
-    config: RLConfig,
-    requirements: Requirements,
-    step: int,
-    batch: Batch,
-    phases: Sequence[str],
-) -> Replayed:
-    """Run ``phases`` on ``batch``, in the order of a step.
-
-    Args:
-        roles: The models.
-        controls: Coefficients that change from step to step.
-        config: Settings, with overrides.
-        requirements: What the algorithm reads.
-        step: Number of steps before this one.
-        batch: The batch that the run saved.
-        phases: Some of ``PHASES``.
-    """
-    replayed = Replayed(batch)
-    max_tokens = config.train.micro_batch_tokens
-    temperature = sampled_distribution(roles, config.sampling)
-    if "policy" in phases:
-        batch = with_policy(batch, roles, config, requirements)
-    if "reference" in phases:
-        batch = with_reference(batch, roles, config, requirements)
-        batch = with_teacher(batch, roles, config.algorithm.distill, max_tokens, temperature)
-    if "values" in phases:
-        batch = with_values(batch, roles, config, controls)
-    if "prm" in phases:
-        # As in a step: the model must not learn from tokens that are not finite.
-        seen = readable(batch, requirements)
-        batch = with_process_rewards(
-            seen, roles, config.prm, max_tokens, temperature, replayed.metrics
-        )
-    if "advantages" in phases:
-        batch = with_advantages(batch, config, controls, requirements)
-    if "update" in phases:
-        settings = update_settings(roles, config, requirements)
-        replayed.metrics.merge(update(roles, batch, settings, controls, step))
-    replayed.batch = batch
-    return replayed
 
 
 def _saved_batch(folder: Path, step: int) -> Batch:
@@ -154,12 +106,11 @@ def _saved_batch(folder: Path, step: int) -> Batch:
     )
 
 
-def _take_up(
-    roles: Roles, controls: Controllers, config: RLConfig, folder: Path, step: int
-) -> None:
-    """Restore the state after ``step`` steps. Raises ``CheckpointError`` if it was not saved."""
+def _take_up(context: StepContext, folder: Path) -> None:
+    """Restore the state before the step. Raises ``CheckpointError`` if it was not saved."""
+    roles, step = context.roles, context.step
     if step == 0:
-        seed_everything(config.run.seed)
+        seed_everything(context.config.run.seed)
         return
     saved = CheckpointStore(folder / "checkpoints", keep=1).steps()
     if step not in saved:
@@ -174,7 +125,7 @@ def _take_up(
         # Overrides may need a model that the run did not train.
         if (saved[step] / name).exists():
             role.load(roles.strategy, saved[step] / name)
-    controls.load_state_dict(state["controls"])
+    context.controllers.load_state_dict(state["controls"])
     load_reference_state(roles, state)
     if roles.ptx is not None and "ptx" in state:
         roles.ptx.load_state_dict(state["ptx"])

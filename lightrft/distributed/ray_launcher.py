@@ -247,7 +247,7 @@ def resumes_run(order: RankTask) -> TrainingConfig:
     config = build(getattr(trees, order.kind), parse_yaml(order.tree))
     if not order.again:
         return config
-    folder = Path(config.run.dir).expanduser() / config.run.name / "checkpoints"
+    folder = config.run.folder / "checkpoints"
     has_checkpoint = any(folder.glob("step_*"))
     names_one = config.run.resume not in ("auto", "never")
     resume = config.run.resume if names_one and not has_checkpoint else "auto"

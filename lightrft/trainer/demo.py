@@ -41,7 +41,7 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> Summary:
     It also writes the files that a report reads. An interrupted demo resumes where it stopped, and
     finished phases are skipped.
     """
-    base = Path(config.run.dir).expanduser() / config.run.name
+    base = config.run.folder
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
         model = config.start or str(base / "start")
         if not config.start and (config.run.overwrite or not (base / "start/config.json").exists()):

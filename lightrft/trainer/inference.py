@@ -52,7 +52,7 @@ def run_eval(config: EvaluateConfig) -> EvalSummary:
         RewardError: If no response could be scored.
     """
     _check_named(config)
-    path = Path(config.run.dir).expanduser() / config.run.name
+    path = config.run.folder
     model, saved = resolved(config.model)
     # Record the checkpoint itself in the run folder, so that another one is rejected there.
     if saved is not None:

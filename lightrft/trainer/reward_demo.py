@@ -30,7 +30,7 @@ def run_reward_demo(config: DemoConfig, observer: Observer | None = None) -> Sum
     stopped, and finished phases are skipped.
     """
     check_gold(config)
-    base = Path(config.run.dir).expanduser() / config.run.name
+    base = config.run.folder
     parts: dict[str, Summary] = {}
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
         for name, part in config.learned_rewards.items():
@@ -90,7 +90,7 @@ def run_part(
         run: settings of the part's run.
         observer: shows the progress.
     """
-    base = Path(run.dir).expanduser() / run.name
+    base = run.folder
     start = base / "start"
     if run.overwrite or not (start / "config.json").exists():
         make_start(config, start, run.seed)

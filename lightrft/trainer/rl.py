@@ -5,25 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.datasets.row_warnings import check_held_out
-from lightrft.distributed.process_group import (
-    ProcessGroup,
-    broadcast_failure,
-    init_process_group,
-    run_on_all_ranks,
-)
+from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.ray_workers import current_allocator
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import load_reference_state, reference_state
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
-from lightrft.observability.observer import NullObserver, Observer
+from lightrft.observability.observer import Observer
 from lightrft.observability.run_health import Health
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles
@@ -38,10 +34,11 @@ from lightrft.rollout.shown_samples import examples, table
 from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_examples, check_lengths
 from lightrft.trainer.checks.preflight import check_enough
+from lightrft.trainer.phases import StepContext
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
-from lightrft.trainer.run_session import RunSession, open_session
-from lightrft.trainer.training_loop import resume_from_checkpoint, run_steps
+from lightrft.trainer.run_session import RunSession
+from lightrft.trainer.training_loop import run_training
 from lightrft.utils.errors import UserError, before_update
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import check_reference_tokenizer, local_roles, local_tokenizer
@@ -78,6 +75,25 @@ class RLRun(PolicyRun):
     def samples(self) -> bool:
         """See ``PolicyRun.samples``."""
         return True
+
+    def begin(self) -> None:
+        """See ``TrainingRun.begin``."""
+        config, roles = self.config, self.roles
+        # A row of a source without reward could otherwise be sampled after hours of training.
+        if not config.reward.terms:
+            roles.scorer.check_sources(self.stream.dataset.data_sources)
+        check_lengths(
+            roles.actor,
+            roles.async_engine or roles.engine,
+            config.engine,
+            self.stream.dataset.longest,
+            config.sampling,
+            "sampling",
+            "data",
+        )
+        if isinstance(roles.ptx, PretrainingLoss):
+            longest = roles.ptx.dataset.longest
+            check_examples(roles.actor, longest, config.ptx.max_tokens, "ptx.max_tokens")
 
     def start(self) -> None:
         """Start asynchronous generation, with the batches that the checkpoint contains."""
@@ -117,42 +133,34 @@ class RLRun(PolicyRun):
             )
         return result.metrics
 
+    def context(self) -> StepContext:
+        """Return what the phases of the next step share."""
+        return StepContext(
+            roles=self.roles,
+            config=self.config,
+            requirements=self.requirements,
+            controllers=self.controllers,
+            step=self.step,
+            timers=self.session.timers,
+            stopped=lambda: bool(self.session.stop),
+        )
+
     def learn_next(self) -> StepResult:
         """Generate a batch and train on it."""
-        stopped = lambda: bool(self.session.stop)  # noqa: E731
         with self.stream.restore_on_error():
-            result = rl_step(
-                self.roles,
-                self.config,
-                self.requirements,
-                self.step,
-                self.controllers,
-                self.stream,
-                self.session.timers,
-                stopped,
-            )
+            result = rl_step(self.context(), self.stream)
         if self.config.rollout.partial:
             result.metrics.merge(staleness_metrics(result.batch, self.step))
         return result
 
     def learn_generated(self, generator: AsyncGenerator) -> StepResult:
         """Train on a batch that was generated asynchronously during earlier steps."""
-        timers = self.session.timers
         with before_update():
-            drawn = generator.take(self.step, timers)
+            drawn = generator.take(self.step, self.session.timers)
         try:
-            result = learn(
-                self.roles,
-                self.config,
-                self.requirements,
-                self.step,
-                self.controllers,
-                drawn.collected,
-                timers,
-                drawn.probe,
-            )
+            result = learn(self.context(), drawn.collected, drawn.probe)
         except UserError as error:
-            # the batch is used up, so the state is no longer that of the last whole step
+            # The batch is used up, so the state is no longer that of the last whole step.
             error.is_before_update = False
             raise
         result.metrics.merge(staleness_metrics(result.batch, self.step))
@@ -197,48 +205,7 @@ class RLRun(PolicyRun):
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as configured and return the content of ``summary.json``."""
     requirements = check(config)
-    with (
-        init_process_group(config.strategy.timeout_minutes, config.strategy.device) as ranks,
-        open_session(
-            config,
-            config.run,
-            config.checkpoint,
-            config.log,
-            "rl",
-            observer or NullObserver(),
-            ranks,
-        ) as session,
-    ):
-        with session.starting():
-            run = prepare(config, requirements, session)
-        try:
-            # A row of a source without reward could otherwise be sampled after hours of training.
-            if not config.reward.terms:
-                run.roles.scorer.check_sources(run.stream.dataset.data_sources)
-            check_lengths(
-                run.roles.actor,
-                run.roles.async_engine or run.roles.engine,
-                config.engine,
-                run.stream.dataset.longest,
-                config.sampling,
-                "sampling",
-                "data",
-            )
-            if isinstance(run.roles.ptx, PretrainingLoss):
-                check_examples(
-                    run.roles.actor,
-                    run.roles.ptx.dataset.longest,
-                    config.ptx.max_tokens,
-                    "ptx.max_tokens",
-                )
-            resume_from_checkpoint(run)
-            return run_steps(run)
-        except BaseException as error:
-            # Before ``close``, which may take long: other ranks need not wait until the timeout.
-            broadcast_failure(error)
-            raise
-        finally:
-            run.close()
+    return run_training(config, observer, partial(prepare, config, requirements))
 
 
 def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -> RLRun:

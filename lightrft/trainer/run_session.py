@@ -11,11 +11,12 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from lightrft.config.base import Settings, build, parse_yaml, to_yaml
+from lightrft.config.base import build, parse_yaml, to_yaml
 from lightrft.config.model import loading_settings
-from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
-from lightrft.config.verbs import EvaluateConfig
+from lightrft.config.run import CheckpointConfig
+from lightrft.config.verbs import EvaluateConfig, GivenDataConfig, RLConfig
 from lightrft.distributed.process_group import (
     SINGLE_PROCESS,
     KeepAlive,
@@ -68,6 +69,26 @@ MAY_DIFFER = (
 def _now() -> float:
     """Return the seconds of a monotonic clock."""
     return time.perf_counter()
+
+
+class Resumable(Protocol):
+    """A run whose checkpoints are saved: its models, and the data that the next step reads."""
+
+    step: int
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that saves the models."""
+        ...
+
+    @property
+    def trained(self) -> Mapping[str, TrainableModel]:
+        """The models to save, by name."""
+        ...
+
+    def state(self) -> State:
+        """Return the plain data that the next step reads."""
+        ...
 
 
 @dataclass(slots=True)
@@ -199,25 +220,18 @@ class RunSession:
             self.stop.request(reason)
         return bool(reason), told[0][1]
 
-    def save(
-        self,
-        step: int,
-        strategy: Strategy,
-        trained: Mapping[str, TrainableModel],
-        state: State,
-        values: Mapping[str, float],
-    ) -> None:
-        """Write the checkpoint of ``step``: everything that the next step reads.
+    def save(self, run: Resumable, values: Mapping[str, float], more: State | None = None) -> None:
+        """Write a checkpoint: everything that the next step reads.
 
         A full disk raises an error on every rank.
 
         Args:
-            step: number of completed steps.
-            strategy: strategy that saves the models.
-            trained: models to save, by name.
-            state: plain state of the run.
+            run: the run.
             values: metrics of the step.
+            more: further state.
         """
+        step, strategy, trained = run.step, run.strategy, run.trained
+        state = {**run.state(), **(more or {})}
         # A leading minus says that less is better. It is no part of the metric's name.
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
@@ -277,26 +291,23 @@ class RunSession:
 
     def save_if_due(
         self,
-        step: int,
-        last: bool,
-        strategy: Strategy,
-        trained: Mapping[str, TrainableModel],
-        state: Callable[[], State],
+        run: Resumable,
         values: Mapping[str, float],
+        *,
+        last: bool = False,
+        more: State | None = None,
     ) -> Metrics:
         """Save when ``checkpoint`` says so, at the ``last`` step, and when asked to stop.
 
         A full disk in the middle of a run is counted as a metric. At the end of a run it raises.
 
         Args:
-            step: number of completed steps.
-            last: True at the last step of the run.
-            strategy: strategy that saves the models.
-            trained: models to save, by name.
-            state: returns the plain state of the run.
+            run: the run.
             values: metrics of the step.
+            last: True at the last step of the run.
+            more: further state.
         """
-        now = _now()
+        now, step = _now(), run.step
         unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
         most_seconds, most_steps = self.at_risk
         self.at_risk = max(most_seconds, now - self._saved_time), max(most_steps, unsaved)
@@ -304,7 +315,7 @@ class RunSession:
         if not (due or last or stop) or self.saved_step == step:
             return Metrics()
         try:
-            self.save(step, strategy, trained, state(), values)
+            self.save(run, values, more)
         except DiskFullError as error:
             # In the middle of a run, space may be freed before the next checkpoint is due.
             if last or stop:
@@ -418,26 +429,19 @@ def next_commands(session: RunSession) -> list[str]:
 
 @contextmanager
 def open_session(
-    config: Settings,
-    run: RunConfig,
-    checkpoint: CheckpointConfig,
-    logs: LogConfig,
-    phase: str,
-    observer: Observer,
+    config: RLConfig | GivenDataConfig,
+    observer: Observer | None = None,
     ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Generator[RunSession]:
     """Open the run folder, seed all random generators, and turn SIGTERM and Ctrl-C into a flag.
 
     Args:
         config: settings of the run, which the folder records.
-        run: location, seed and resume mode.
-        checkpoint: settings of checkpoints.
-        logs: settings of trackers.
-        phase: the verb, e.g. ``rl`` or ``sft``.
-        observer: receives the progress on rank 0.
+        observer: receives the progress on rank 0. None shows none.
         ranks: all ranks of the run.
     """
-    path = Path(run.dir).expanduser() / run.name
+    run, checkpoint, logs = config.run, config.checkpoint, config.log
+    path = run.folder
     # Before anything is loaded: new adapters and heads are initialized at random.
     seed_everything(run.seed)
     made: list[RunDirectory] = []
@@ -466,8 +470,8 @@ def open_session(
             folder,
             store,
             checkpoint,
-            phase,
-            observer if ranks.rank == 0 else NullObserver(),
+            config.verb,
+            observer if observer is not None and ranks.rank == 0 else NullObserver(),
             stop,
             ranks=ranks,
             peak_tflops=logs.peak_tflops,

@@ -28,9 +28,9 @@ from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import (
     check_supervised,
     loaded_eval_prompts,
-    run_supervised,
     supervised_policy,
 )
+from lightrft.trainer.training_loop import run_training
 from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer, policy_scorer
 
@@ -104,7 +104,7 @@ class SFTRun(PolicyRun):
 def run_sft(config: SFTConfig, observer: Observer | None = None) -> Summary:
     """Train as configured and return the content of ``summary.json``."""
     check_supervised(config)
-    return run_supervised(config, observer, partial(prepare, config))
+    return run_training(config, observer, partial(prepare, config))
 
 
 def prepare(config: SFTConfig, session: RunSession) -> SFTRun:

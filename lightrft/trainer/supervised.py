@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.base import changed_fields
@@ -11,14 +10,7 @@ from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import GivenDataConfig, SupervisedConfig
 from lightrft.datasets.prompt_dataset import EncodedDataset
 from lightrft.datasets.row_warnings import check_held_out
-from lightrft.distributed.process_group import (
-    ProcessGroup,
-    broadcast_failure,
-    init_process_group,
-    run_on_all_ranks,
-)
-from lightrft.observability.observer import NullObserver, Observer
-from lightrft.observability.trackers import Summary
+from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
 from lightrft.trainer.checks.preflight import (
@@ -26,8 +18,7 @@ from lightrft.trainer.checks.preflight import (
     check_trained_weights,
     check_whole_rewards,
 )
-from lightrft.trainer.run_session import RunSession, open_session
-from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
+from lightrft.trainer.run_session import RunSession
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_policy
@@ -101,51 +92,6 @@ UNREAD = (
     "data.max_prompt_tokens",
 )
 """Settings that reinforcement learning alone reads."""
-
-
-def run_supervised(
-    config: GivenDataConfig,
-    observer: Observer | None,
-    prepare: Callable[[RunSession], TrainingRun],
-) -> Summary:
-    """Train as configured and return the content of ``summary.json``.
-
-    Args:
-        config: Settings of the run.
-        observer: Shows the progress. None shows none.
-        prepare: Loads data and roles of the run, at step 0.
-    """
-    with opened_session(config, observer) as session:
-        with session.starting():
-            run = prepare(session)
-        try:
-            run.begin()
-            resume_from_checkpoint(run)
-            return run_steps(run)
-        except BaseException as error:
-            # Before ``close``, which may take long: other ranks need not wait until the timeout.
-            broadcast_failure(error)
-            raise
-        finally:
-            run.close()
-
-
-@contextmanager
-def opened_session(config: GivenDataConfig, observer: Observer | None) -> Generator[RunSession]:
-    """Join the process group and open the run folder."""
-    with (
-        init_process_group(config.strategy.timeout_minutes, config.strategy.device) as ranks,
-        open_session(
-            config,
-            config.run,
-            config.checkpoint,
-            config.log,
-            config.verb,
-            observer or NullObserver(),
-            ranks,
-        ) as session,
-    ):
-        yield session
 
 
 def loaded_eval_prompts(

@@ -1,4 +1,23 @@
-"""The training loop that all verbs share: steps, evaluations, checkpoints, resume and summary."""
+"""The training loop that all verbs share: steps, evaluations, checkpoints, resume and summary.
+
+``run_training`` calls a ``TrainingRun`` in this order::
+
+    prepare()                data and models, at step 0
+    begin()                  checks of data and models
+    check_evaluation()       checks of the eval set
+    load_state(state)        of a checkpoint, if there is one
+    publish()                the weights, to the engine
+    evaluate()               before the first step; measures validate() and responses
+    start()                  background work
+    +-> train_step()
+    |   publish_update()     the new weights, to an engine that samples
+    |   evaluate()           if it is due
+    |   state()              if a checkpoint is due
+    +-- reached(values)      until the last step, or until an evaluation is good enough
+    export()                 model/
+    summary_fields()         summary.json
+    close()                  also after an error
+"""
 
 from __future__ import annotations
 
@@ -10,9 +29,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lightrft.distributed.process_group import run_on_all_ranks
+from lightrft.config.verbs import GivenDataConfig, RLConfig
+from lightrft.distributed.process_group import (
+    broadcast_failure,
+    init_process_group,
+    run_on_all_ranks,
+)
 from lightrft.models.training_mode import evaluation_mode
 from lightrft.observability.metrics import Last, Metrics
+from lightrft.observability.observer import Observer
 from lightrft.observability.run_health import Health
 from lightrft.observability.trackers import ReadRow, Summary
 from lightrft.rewards.success import Success
@@ -21,7 +46,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.device_use import DeviceUse, watched
-from lightrft.trainer.run_session import UNEVALUATED, RunSession, close_session
+from lightrft.trainer.run_session import UNEVALUATED, RunSession, close_session, open_session
 from lightrft.utils.errors import (
     RESUMES,
     ConfigError,
@@ -171,6 +196,36 @@ class TrainingRun(ABC):
         return {}
 
 
+def run_training(
+    config: RLConfig | GivenDataConfig,
+    observer: Observer | None,
+    prepare: Callable[[RunSession], TrainingRun],
+) -> Summary:
+    """Train as configured and return the content of ``summary.json``.
+
+    Args:
+        config: Settings of the run.
+        observer: Shows the progress. None shows none.
+        prepare: Loads data and roles of the run, at step 0.
+    """
+    with (
+        init_process_group(config.strategy.timeout_minutes, config.strategy.device) as ranks,
+        open_session(config, observer, ranks) as session,
+    ):
+        with session.starting():
+            run = prepare(session)
+        try:
+            run.begin()
+            resume_from_checkpoint(run)
+            return run_steps(run)
+        except BaseException as error:
+            # Before ``close``, which may take long: other ranks need not wait until the timeout.
+            broadcast_failure(error)
+            raise
+        finally:
+            run.close()
+
+
 def resume_from_checkpoint(run: TrainingRun) -> None:
     """Resume from the newest checkpoint, if there is one, and send the weights to the engine."""
     run.check_evaluation()
@@ -210,7 +265,7 @@ def _run_steps(run: TrainingRun) -> Summary:
             metrics = run.train_step()
         except GenerationInterrupted:
             # The half step is thrown away. The state is that of the last whole step.
-            session.save_if_due(run.step, False, run.strategy, run.trained, run.state, values)
+            session.save_if_due(run, values)
             break
         except (*STEP_ERRORS, RankError) as error:
             if isinstance(error, RewardError) or (error.is_before_update and is_shared(run, error)):
@@ -220,7 +275,7 @@ def _run_steps(run: TrainingRun) -> Summary:
         values = finish_step(run, metrics, is_first=run.step == first)
     if run.step >= first:
         # The request to stop may have come after the checkpoint of this step was due.
-        session.save_if_due(run.step, False, run.strategy, run.trained, run.state, values)
+        session.save_if_due(run, values)
     # A run that was asked to stop resumes later, and writes no ``model/`` now.
     finished = not run.is_unevaluated and (run.step >= run.steps or run.reached(values))
     written = {"model_step": export_or_say(run)} if finished else {}
@@ -313,7 +368,7 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
         session.saved_step, run.is_unevaluated = None, False
     # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
     # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
-    metrics.merge(session.save_if_due(run.step, last, run.strategy, run.trained, run.state, values))
+    metrics.merge(session.save_if_due(run, values, last=last))
     if run.use is not None:
         metrics.merge(run.use.take(session.timers.seconds("update")))
     return session.record(run.step, metrics)
@@ -350,13 +405,9 @@ def save_before_exit(
     """
     if not run.step:
         return
-
-    def state() -> State:
-        more = {UNEVALUATED: True} if is_unevaluated else {}
-        return {**run.state(), **more}
-
+    more: State = {UNEVALUATED: True} if is_unevaluated else {}
     try:
-        run.session.save_if_due(run.step, True, run.strategy, run.trained, state, values)
+        run.session.save_if_due(run, values, last=True, more=more)
     except UserError as second:
         error.args = (f"{error}; and then: {second}",)
         return

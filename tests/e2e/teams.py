@@ -34,7 +34,7 @@ from lightrft.models.critic import Critic
 from lightrft.models.lora import add_adapters
 from lightrft.strategy.fsdp2 import Fsdp2Strategy
 from lightrft.strategy.tensor_parallel import partial_names, shard_layers, sum_partial
-from lightrft.trainer import rl
+from lightrft.trainer import rl, training_loop
 from lightrft.types import Batch, Segments
 from tests.media_helpers import mixed_batch, mixed_prompts, rig_in
 from tests.model_helpers import (
@@ -189,7 +189,7 @@ def limit_of(ranks: ProcessGroup) -> float:
 
 def runs(ranks: ProcessGroup, files: list[str]) -> list[dict[str, int]]:
     """The steps of each run, and how often this rank has said that it is still drawing: it is made to at any time."""
-    rl.init_process_group = lambda *_: nullcontext(ranks)  # ty: ignore[invalid-assignment]
+    training_loop.init_process_group = lambda *_: nullcontext(ranks)  # ty: ignore[invalid-assignment]
     signs, tell, found = [], ranks_module.KeepAlive._tell, []
     ranks_module.KEEPALIVES = 10**9
     ranks_module.KeepAlive._tell = lambda self, given: (signs.append(1), tell(self, given))[1]

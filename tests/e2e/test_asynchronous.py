@@ -111,10 +111,10 @@ def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
             drawn.set()
         return found
 
-    def learning(roles: Any, config: Any, requirements: Any, step: int, *rest: Any) -> Any:
-        if step == 0:
+    def learning(context: Any, *rest: Any) -> Any:
+        if context.step == 0:
             began.append(drawn.wait(timeout=300))
-        return learn(roles, config, requirements, step, *rest)
+        return learn(context, *rest)
 
     monkeypatch.setattr(async_generation, "collect_rollouts", collecting)
     monkeypatch.setattr(rl, "learn", learning)

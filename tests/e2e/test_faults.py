@@ -352,13 +352,13 @@ def test_a_mistake_that_every_rank_finds_is_said_once(tree, tmp_path):
 
 FAILING = """
 import os, sys
-from lightrft.trainer import supervised
-run_steps = supervised.run_steps
+from lightrft.trainer import training_loop
+run_steps = training_loop.run_steps
 def broken(run):
     if os.environ["RANK"] == "1":
         raise ZeroDivisionError("the second rank alone")
     return run_steps(run)
-supervised.run_steps = broken
+training_loop.run_steps = broken
 from lightrft.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

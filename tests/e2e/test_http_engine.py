@@ -127,12 +127,12 @@ def test_a_server_that_is_killed_and_restarted_changes_no_number(
     expected = numbers(deep_merge(rl_tree, {"run": {"name": "native"}}))
     learn = rl.learn
 
-    def learning(roles: Any, config: Any, requirements: Any, step: int, *rest: Any) -> Any:
+    def learning(context: Any, *rest: Any) -> Any:
         until = time.monotonic() + 300
-        while step == 1 and len(kills) < 2:  # else the run could be over before
+        while context.step == 1 and len(kills) < 2:  # else the run could be over before
             assert time.monotonic() < until
             time.sleep(0.01)
-        return learn(roles, config, requirements, step, *rest)
+        return learn(context, *rest)
 
     monkeypatch.setattr(rl, "learn", learning)
     port, words = free_port(), (f"weights_token_file={keys}", "model.dtype=float32")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightrft.diagnostics.replay import PHASES, replay
+from lightrft.diagnostics.replay import NAMES, replay
 from lightrft.observability.trackers import read_rows
 from lightrft.rollout.serialization import load_batch
 from lightrft.trainer.rl import run_rl
@@ -48,13 +48,13 @@ def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(
     assert found and {k: v for k, v in row.items() if k in found} == found
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", NAMES)
 def test_a_phase_alone_takes_the_other_columns_from_the_run(rl_config, tmp_path, phase):
     run_rl(rl_config(algorithm={"preset": "ppo"}, train={"steps": 2}, **KEPT))
     kept = load_batch(tmp_path / "run" / "batches" / "step_000002")
     again = replay(tmp_path / "run", 2, [phase])
     assert_equal(without_rewards(kept), without_rewards(again.batch))
-    assert (len(again.metrics) > 0) is (phase == "update")
+    assert (len(again.metrics) > 0) is (phase in ("prm", "update"))
 
 
 def test_other_settings_make_something_else_of_the_same_answers(rl_config, data_folder, tmp_path):

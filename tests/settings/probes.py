@@ -38,6 +38,7 @@ from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.learner import forward_passes
+from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.learner.ptx_loss import PretrainingLoss
@@ -54,7 +55,6 @@ from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.strategy import activation_offload, single
 from lightrft.trainer.rl import run_rl
-from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ResourceError, UserError
 from lightrft.utils.stop_signal import StopFlag

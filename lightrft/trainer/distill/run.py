@@ -44,7 +44,8 @@ from lightrft.trainer.distill.teachers import NamedTeacher, find_teachers
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import load_validation
-from lightrft.trainer.supervised import loaded_eval_prompts, run_supervised, supervised_policy
+from lightrft.trainer.supervised import loaded_eval_prompts, supervised_policy
+from lightrft.trainer.training_loop import run_training
 from lightrft.types import Batch, Prompt, Rollout
 from lightrft.utils.errors import before_update, path_of
 from lightrft.utils.seeding import derive_seed, torch_generator
@@ -253,7 +254,7 @@ def sample_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 def run_distill(config: DistillVerbConfig, observer: Observer | None = None) -> Summary:
     """Train as configured and return the content of ``summary.json``."""
     check_distill(config)
-    return run_supervised(config, observer, partial(prepare, config))
+    return run_training(config, observer, partial(prepare, config))
 
 
 def check_context(run: DistillRun) -> None:

@@ -97,7 +97,7 @@ def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summ
     """
     check_iterate(config)
     observer = observer or NullObserver()
-    path = Path(config.run.dir).expanduser() / config.run.name
+    path = config.run.folder
     folder = RunDirectory.open(
         path,
         config,

@@ -138,7 +138,7 @@ class RoundPlan:
 
     def _folder_of(self, number: int) -> Path:
         run = self.config.run
-        return Path(run.dir).expanduser() / run.name / f"round_{number:02}"
+        return run.folder / f"round_{number:02}"
 
     def _trained_before(self) -> ModelConfig:
         """Return the model that the round before has trained, or the start model."""

@@ -107,7 +107,7 @@ def run_eval_steps(config: EvalRMConfig) -> EvalSummary:
             f"{', '.join(sorted(unread))}: read for scores of whole responses, and steps.sources "
             "is set; leave them out"
         )
-    path = Path(config.run.dir).expanduser() / config.run.name
+    path = config.run.folder
     began = time.perf_counter()
     folder = RunDirectory.open(
         path,

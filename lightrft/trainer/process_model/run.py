@@ -35,7 +35,8 @@ from lightrft.trainer.reward_model.base import WORST, ScoringModelRun
 from lightrft.trainer.reward_model.checks import unmeasured_best, unread_evaluation
 from lightrft.trainer.reward_model.export import SavedParts, export
 from lightrft.trainer.run_session import RunSession
-from lightrft.trainer.supervised import check_sources, check_unread, run_supervised
+from lightrft.trainer.supervised import check_sources, check_unread
+from lightrft.trainer.training_loop import run_training
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_tokenizer, strategy_of
 
@@ -108,7 +109,7 @@ class ProcessModelRun(ScoringModelRun[PRMVerbConfig, ProcessDataset, ProcessRewa
 def run_process_model(config: PRMVerbConfig, observer: Observer | None = None) -> Summary:
     """Train as configured and return the content of ``summary.json``."""
     check(config)
-    return run_supervised(config, observer, partial(prepare, config))
+    return run_training(config, observer, partial(prepare, config))
 
 
 def check(config: PRMVerbConfig) -> None:

@@ -104,7 +104,7 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
         )
     if config.judgement is not None:
         return run_eval(as_evaluation(config))
-    path = Path(config.run.dir).expanduser() / config.run.name
+    path = config.run.folder
     began = time.perf_counter()
     folder = RunDirectory.open(
         path,

@@ -37,7 +37,7 @@ from lightrft.trainer.reward_model.checks import (
 from lightrft.trainer.reward_model.export import SavedParts, export
 from lightrft.trainer.reward_model.results import write_report_data
 from lightrft.trainer.run_session import RunSession
-from lightrft.trainer.supervised import run_supervised
+from lightrft.trainer.training_loop import run_training
 from lightrft.workers.local import local_tokenizer, strategy_of
 
 
@@ -105,7 +105,7 @@ class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
 def run_reward_model(config: RMConfig, observer: Observer | None = None) -> Summary:
     """Train as configured and return the content of ``summary.json``."""
     requirements = check(config)
-    return run_supervised(config, observer, partial(prepare, config, requirements))
+    return run_training(config, observer, partial(prepare, config, requirements))
 
 
 def prepare(

@@ -16,7 +16,7 @@ from lightrft.engines import native
 from lightrft.learner import forward_passes, policy_update, process_reward
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_tokenizer
-from lightrft.trainer import rl_step
+from lightrft.trainer import phases, rl_step
 from lightrft.trainer.rl import run_rl
 from lightrft.types import Prompt, Request
 from tests.device.counting_device import Counts, counted
@@ -104,7 +104,7 @@ def test_waits_do_not_grow_with_micro_batches(
     homes = (
         (policy_update, "optimizer_step"),
         (process_reward, "optimizer_step"),
-        (rl_step, "map_micro_batches"),
+        (phases, "map_micro_batches"),
         (forward_passes, "map_micro_batches"),
     )
     with ExitStack() as stack:

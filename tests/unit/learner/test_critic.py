@@ -13,18 +13,18 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.policy_update import final_value_loss, update
+from lightrft.learner.policy_update import final_value_loss
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.tiny.text import tiny_model
-from lightrft.observability.timers import Timers
 from lightrft.roles import Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import learn, update_settings, with_advantages, with_values
+from lightrft.trainer.phases import PHASES, run_phases
+from lightrft.trainer.rl_step import learn
 from lightrft.types import Batch
 from lightrft.workers.local import local_roles
-from tests.unit.trainer.test_rl_step import Unused, batch_of
+from tests.unit.trainer.test_rl_step import Unused, batch_of, context_of
 
 
 def config_of(**over: Any) -> RLConfig:
@@ -53,21 +53,9 @@ def step(
     roles: Roles, config: RLConfig, controls: Controllers, batch: Batch, number: int = 0
 ) -> Batch:
     batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    batch = with_advantages(
-        with_values(batch, roles, config, controls),
-        config,
-        controls,
-        Requirements.of(config.algorithm),
-    )
-    update(
-        roles,
-        batch,
-        update_settings(roles, config, Requirements.of(config.algorithm)),
-        controls,
-        number,
-    )
-    controls.update_from_batch(batch)
-    return batch
+    context = context_of(roles, config, controllers=controls, step=number)
+    chosen = [phase for phase in PHASES if phase.name in ("values", "advantages", "update")]
+    return run_phases(batch, context, chosen)
 
 
 def weights(trained: TrainableModel | None) -> torch.Tensor:
@@ -172,15 +160,7 @@ def test_a_step_without_a_batch_advances_the_schedules_that_it_would_have_traine
 ) -> None:
     config = config_of(critic={"warmup_steps": warmup_steps}, train={"ppo_epochs": 2})
     roles = roles_of()
-    learn(
-        roles,
-        config,
-        Requirements.of(config.algorithm),
-        0,
-        Controllers.of(config.algorithm),
-        CollectedRollouts(),
-        Timers(),
-    )
+    learn(context_of(roles, config), CollectedRollouts())
     assert roles.critic is not None
     assert roles.policy.state.inner.step == (0 if warmup_steps else 4)
     assert roles.critic.state.inner.step == 4

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.learner.distillation import distillation_targets, gathered_head
 from lightrft.learner.process_reward import outcome_losses, with_process_rewards
@@ -17,9 +16,9 @@ from lightrft.models.tiny.text import tiny_model
 from lightrft.observability.metrics import Metrics
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import with_reference
+from lightrft.trainer.phases import with_reference
 from lightrft.types import Batch
-from tests.unit.trainer.test_rl_step import batch_of, config_of, roles_of
+from tests.unit.trainer.test_rl_step import batch_of, config_of, context_of, roles_of
 
 
 def prime(**over: Any) -> tuple[Any, Roles, Batch]:
@@ -30,11 +29,7 @@ def prime(**over: Any) -> tuple[Any, Roles, Batch]:
     roles = roles_of(config)
     actor = Actor(tiny_model("qwen2", seed=8)).eval()
     roles.prm = TrainableModel(actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10))
-    return (
-        config,
-        roles,
-        with_reference(batch_of(), roles, config, Requirements.of(config.algorithm)),
-    )
+    return config, roles, with_reference(batch_of(), context_of(roles, config))
 
 
 @pytest.mark.parametrize("budget", [8, 10_000])

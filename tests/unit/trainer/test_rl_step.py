@@ -16,22 +16,13 @@ from lightrft.config.presets import PRESETS
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.distillation import with_teacher
-from lightrft.learner.policy_update import update
 from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model
-from lightrft.observability.timers import Timers
 from lightrft.roles import FrozenModel, Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import (
-    equal_groups,
-    learn,
-    update_settings,
-    with_advantages,
-    with_policy,
-    with_reference,
-)
+from lightrft.trainer.phases import PHASES, StepContext, run_phases, with_policy, with_reference
+from lightrft.trainer.rl_step import equal_groups, learn
 from lightrft.types import Batch, Prompt, Rollout, Segments
 from tests.model_helpers import gap
 
@@ -86,26 +77,17 @@ def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
     return Roles(strategy, policy, Unused(), Unused(), None, reference=frozen, teacher=teacher)  # type: ignore[arg-type]
 
 
+def context_of(roles: Roles, config: RLConfig, **over: Any) -> StepContext:
+    return StepContext(
+        roles=roles,
+        config=config,
+        requirements=Requirements.of(config.algorithm),
+        **{"controllers": Controllers.of(config.algorithm), **over},
+    )
+
+
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
-    requirements = Requirements.of(config.algorithm)
-    batch = with_reference(
-        with_policy(batch, roles, config, requirements), roles, config, requirements
-    )
-    batch = with_teacher(
-        batch,
-        roles,
-        config.algorithm.distill,
-        config.train.micro_batch_tokens,
-        config.sampling.temperature,
-    )
-    batch = with_advantages(batch, config, Controllers.of(config.algorithm), requirements)
-    update(
-        roles,
-        batch,
-        update_settings(roles, config, requirements),
-        Controllers.of(config.algorithm),
-        0,
-    )
+    run_phases(batch, context_of(roles, config), PHASES)
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
 
 
@@ -123,28 +105,16 @@ def test_old_logprobs_are_computed_only_where_a_later_update_or_a_reward_reads_t
     over: dict[str, Any], computed: bool
 ) -> None:
     config = config_of(**over)
-    assert (
-        with_policy(
-            batch_of(), roles_of(config), config, Requirements.of(config.algorithm)
-        ).old_logprobs
-        is not None
-    ) is computed
+    found = with_policy(batch_of(), context_of(roles_of(config), config))
+    assert (found.old_logprobs is not None) is computed
 
 
 def test_the_reference_runs_only_where_a_kl_term_reads_it() -> None:
     without, with_kl = config_of(), config_of(algorithm={"kl": {"coef": 0.1}})
-    assert (
-        with_reference(
-            batch_of(), roles_of(without), without, Requirements.of(without.algorithm)
-        ).ref_logprobs
-        is None
-    )
-    assert (
-        with_reference(
-            batch_of(), roles_of(with_kl), with_kl, Requirements.of(with_kl.algorithm)
-        ).ref_logprobs
-        is not None
-    )
+    found = with_reference(batch_of(), context_of(roles_of(without), without))
+    assert found.ref_logprobs is None
+    found = with_reference(batch_of(), context_of(roles_of(with_kl), with_kl))
+    assert found.ref_logprobs is not None
 
 
 def test_the_clip_fraction_is_one_of_all_tokens_and_is_there_without_a_gradient() -> None:
@@ -157,11 +127,9 @@ def test_the_clip_fraction_is_one_of_all_tokens_and_is_there_without_a_gradient(
     for name, rewards in (("none", equal), ("some", one), ("all", batch.rewards)):
         roles = roles_of(config, torch.float64)
         scored = batch.replace(rewards=rewards)
-        requirements = Requirements.of(config.algorithm)
-        controls = Controllers.of(config.algorithm)
-        with_all = with_advantages(scored, config, controls, requirements)
-        metrics = update(roles, with_all, update_settings(roles, config, requirements), controls, 0)
-        found[name] = metrics.compute()
+        context = context_of(roles, config)
+        run_phases(scored, context, PHASES[-2:])
+        found[name] = context.metrics.compute()
     assert found["none"]["policy/clip_fraction"] == 0.0
     assert all("policy/clip_fraction" in values for values in found.values())
     assert found["none"]["policy/frac_rows_with_loss"] == 0.0
@@ -329,15 +297,7 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
             for i in range(samples)
         ]
         got.add_group(group, FilterResult(group))
-    result = learn(
-        roles,
-        config,
-        Requirements.of(config.algorithm),
-        0,
-        Controllers.of(config.algorithm),
-        got,
-        Timers(),
-    )
+    result = learn(context_of(roles, config), got)
     metrics = result.metrics.compute()
     assert metrics["rollout/num_failed"] == 2
     assert (metrics["rollout/tokens_trained"], metrics["rollout/tokens_failed"]) == (trained, 2)
@@ -370,6 +330,5 @@ def test_a_schedule_advances_in_every_step_whatever_the_step_trains(
             for i, r in enumerate(rewards)
         ]
         got.add_group(group, FilterResult(group))
-    controls = Controllers.of(config.algorithm)
-    learn(roles, config, Requirements.of(config.algorithm), 0, controls, got, Timers())
+    learn(context_of(roles, config), got)
     assert roles.policy.state.inner.step == num_mini_batches

@@ -56,6 +56,12 @@ class Clock:
         setattr(self.now, "is", seconds)
 
 
+def run_at(step: int) -> Any:
+    """A run without models that has taken ``step`` steps."""
+    strategy = SimpleNamespace(device=torch.device("cpu"))
+    return SimpleNamespace(step=step, strategy=strategy, trained={}, state=dict)
+
+
 def saves(
     ranks: Any,
     path: Path,
@@ -80,9 +86,7 @@ def saves(
     saved = []
     for step, now in enumerate(times, 1):
         clock.set(now)
-        session.save_if_due(
-            step, False, SimpleNamespace(device=torch.device("cpu")), {}, dict, values[step - 1]
-        )
+        session.save_if_due(run_at(step), values[step - 1])
         saved += [step] if session.saved_step == step else []
     return saved, session
 
@@ -182,10 +186,10 @@ def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says
             SimpleNamespace(),
             ranks=counted,
         )
-        strategy: Any = SimpleNamespace(device=torch.device("cpu"))
-        session.save(3, strategy, {}, {"much": "x" * 4096}, {})
+        run = run_at(3)
+        session.save(run, {}, {"much": "x" * 4096})
         said[ranks.rank].append(True)
-        return session.resume(strategy, {})
+        return session.resume(run.strategy, {})
 
     found = of_all_ranks(saved_and_taken_up, 2)
     assert [(step, state) for step, state, _ in found] == [(3, {"much": "x" * 4096})] * 2

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
 from lightrft.config.preference import PreferenceConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.learner.controllers import Controllers
 from lightrft.learner.preference_batch import PreferenceStats
 from lightrft.learner.preference_step import (
     PreferenceSettings,
@@ -26,14 +24,13 @@ from lightrft.models.actor import Actor
 from lightrft.models.multimodal.equal_towers import has_constant_towers, has_same_towers
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.tiny.text import tiny_model
-from lightrft.observability.timers import Timers
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.rl_step import learn
 from lightrft.types import Batch, Ragged, Rollout, Segments
 from tests.media_helpers import Rig, mixed_prompts, rig
-from tests.unit.trainer.test_rl_step import Told, Unused, config_of
+from tests.unit.trainer.test_rl_step import Told, Unused, config_of, context_of
 
 FROZEN = {"freeze": ("tower", "projector")}
 LORA = {"lora": {"rank": 4}}
@@ -179,11 +176,10 @@ def test_all_passes_of_an_rl_step_read_each_picture_once(made: Rig) -> None:
     actor, reference = load(made, **FROZEN), reference_of(made)
     roles = roles_of(actor, reference)
     roles.engine = Told()  # type: ignore[assignment]
-    requirements, controls = Requirements.of(config.algorithm), Controllers.of(config.algorithm)
     # The check of the layout, on the first batch, also calls towers.
-    learn(roles, config, requirements, 0, controls, collected_of(made), Timers())
+    learn(context_of(roles, config), collected_of(made))
     counts = count_media(actor, reference.model)
-    learn(roles, config, requirements, 1, controls, collected_of(made), Timers())
+    learn(context_of(roles, config, step=1), collected_of(made))
     assert sum(counts) == media_in(pairs_of(made))
 
 
