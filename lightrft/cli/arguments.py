@@ -93,7 +93,7 @@ def positional(arguments: Sequence[str], key: str, *, several: bool = False) -> 
     for word in arguments:
         # JSON quotes the path, so that YAML does not read e.g. a folder ``1e6`` as a number.
         path = Path(word).expanduser()
-        if is_bare_word(word) and (path.is_dir() or is_gguf(path)):
+        if is_word(word) and (path.is_dir() or is_gguf(path)):
             named[word] = f"{key}={json.dumps(word)}"
     if several and named:
         rest = [word for word in arguments if word not in named]
@@ -140,7 +140,7 @@ def wants_usage(words: Sequence[str]) -> bool:
     return not words or not HELP.isdisjoint(words)
 
 
-def is_bare_word(argument: str) -> bool:
+def is_word(argument: str) -> bool:
     """Return True unless ``argument`` is a setting, an option or a file of settings."""
     if "=" in argument or argument.startswith("-"):
         return False
@@ -160,7 +160,7 @@ def settings_of(
         preset: YAML files that ``arguments`` override.
     """
     if not HELP.isdisjoint(arguments):
-        sections = [word for word in arguments if is_bare_word(word)]
+        sections = [word for word in arguments if is_word(word)]
         show_help(verb, parse(cls, preset).settings, about, sections)
         return None
     return parse(cls, [*preset, *arguments]).settings

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.arguments import is_bare_word, settings_of
+from lightrft.cli.arguments import is_word, settings_of
 from lightrft.cli.report import folder_of
 from lightrft.config.verbs import CompareConfig
 from lightrft.utils.atomic_files import disk_errors, write_json
@@ -46,18 +46,18 @@ def named(arguments: Sequence[str]) -> list[str]:
 
     Raises ``ConfigError`` if there are more than two, or if a folder does not exist.
     """
-    bare = [a for a in arguments if is_bare_word(a)]
-    if len(bare) > len(SIDES):
-        raise ConfigError(f"{len(bare)} folders are named ({', '.join(bare)}); it takes two")
+    words = [a for a in arguments if is_word(a)]
+    if len(words) > len(SIDES):
+        raise ConfigError(f"{len(words)} folders are named ({', '.join(words)}); it takes two")
     found = []
     for argument in arguments:
-        if not is_bare_word(argument):
+        if not is_word(argument):
             found.append(argument)
             continue
         path = Path(argument).expanduser()
         path = path if path.is_file() else folder_of(argument)
-        side = SIDES[bare.index(argument)]
+        side = SIDES[words.index(argument)]
         # Each word is taken once: the two sides may be the same run at different steps.
-        bare[bare.index(argument)] = ""
+        words[words.index(argument)] = ""
         found.append(f"{side}.path={json.dumps(str(path))}")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightrft.api.progress import ACCURACIES, closing_lines, watching, with_report
 from lightrft.api.start import check_trained, exit_status, memory_errors, quick_imports, set_threads
-from lightrft.cli.arguments import is_bare_word, settings_of
+from lightrft.cli.arguments import is_word, settings_of
 from lightrft.config.demo import DemoConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 
@@ -73,10 +73,10 @@ def learned_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the selected demo and the other arguments. Raise ``ConfigError`` for unknown ones."""
-    names = list(filter(is_bare_word, arguments))
+    names = list(filter(is_word, arguments))
     name = " ".join(names) or next(iter(DEMOS))
     if name in DEMOS:
-        return name, list(filterfalse(is_bare_word, arguments))
+        return name, list(filterfalse(is_word, arguments))
     # Several names are a misunderstanding, and no misspelling of one.
     near = did_you_mean(name, DEMOS) if len(names) == 1 else ""
     hint = near or f"; there are {', '.join(DEMOS)}"

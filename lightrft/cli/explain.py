@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightrft.cli.arguments import is_bare_word, parse, wants_usage
+from lightrft.cli.arguments import is_word, parse, wants_usage
 from lightrft.cli.verbs import config_of
 from lightrft.config.base import Loaded
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
@@ -58,10 +58,10 @@ def explanation_of(words: Sequence[str]) -> Explanation:
     for word in words:
         if word.startswith(MARK):
             verb = word.removeprefix(MARK)
-        elif is_bare_word(word) and word in PREFERENCE_PRESETS:
+        elif is_word(word) and word in PREFERENCE_PRESETS:
             settings.append(f"preference={word}")
         else:
-            settings.append(f"algorithm={word}" if is_bare_word(word) else word)
+            settings.append(f"algorithm={word}" if is_word(word) else word)
     loaded = _loaded(verb, settings)
     config = loaded.settings
     if isinstance(config, IterateConfig):

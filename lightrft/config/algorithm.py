@@ -10,10 +10,10 @@ from lightrft.config.base import (
     Components,
     NamedFunction,
     Settings,
-    bare_names,
     changed_fields,
     deep_merge,
     is_branch,
+    strings_as,
 )
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS, other_verb
@@ -297,7 +297,7 @@ class LagrangianConfig(Settings):
     shorthand: ClassVar[str | None] = "costs"
     """The setting that a bare string or number stands for."""
 
-    costs: Annotated[tuple[CostConfig, ...], bare_names("name")] = ()
+    costs: Annotated[tuple[CostConfig, ...], strings_as("name")] = ()
     """Costs to limit: names, or tables; see ``CostConfig``. Without costs nothing is limited."""
     init: float = Field(1.0, gt=0)
     """Multiplier of each cost at the start. Positive."""

@@ -622,7 +622,7 @@ class ComponentConfig(NamedFunction):
     """Keyword arguments of the function."""
 
 
-def bare_names(key: str) -> BeforeValidator:
+def strings_as(key: str) -> BeforeValidator:
     """Return a validator of a tuple of branches, which accepts ``a`` for ``[{key: a}]``.
 
     An item of the tuple may be a bare name too, and a single branch needs no list around it.
@@ -642,5 +642,5 @@ def full_branches(key: str, parts: object) -> object:
     return [{key: part} if isinstance(part, str) else part for part in parts]
 
 
-Components = Annotated[tuple[ComponentConfig, ...], bare_names("name")]
+Components = Annotated[tuple[ComponentConfig, ...], strings_as("name")]
 """Functions with their options, applied in order."""

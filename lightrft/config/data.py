@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, bare_names, deep_merge, is_branch
+from lightrft.config.base import Settings, deep_merge, is_branch, strings_as
 from lightrft.config.judgement import JudgementConfig
 
 
@@ -202,7 +202,7 @@ OWN_SETTINGS = ("sources", "columns", "judgement", "blend", "shuffle")
 class DataConfig(Settings):
     """Rows to prompts or conversations."""
 
-    sources: Annotated[tuple[SourceConfig, ...], bare_names("path")] = ()
+    sources: Annotated[tuple[SourceConfig, ...], strings_as("path")] = ()
     """Sources of rows. One path, or a list of paths and tables; see ``SourceConfig``."""
     columns: Columns = Columns()
     """Columns of a row."""

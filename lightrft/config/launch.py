@@ -74,7 +74,7 @@ class RayConfig(Settings):
     wait time out first."""
 
     @property
-    def staff(self) -> dict[str, int]:
+    def worker_counts(self) -> dict[str, int]:
         """Number of workers that each setting asks for."""
         models = {
             "references": self.references,
@@ -92,7 +92,7 @@ class RayConfig(Settings):
         shares = {"engines": self.engine_devices, "scorers": 0.0}
         return {
             WORKERS[name]: (count, shares.get(name, self.model_devices))
-            for name, count in self.staff.items()
+            for name, count in self.worker_counts.items()
         }
 
     @model_validator(mode="after")
@@ -102,12 +102,12 @@ class RayConfig(Settings):
             "weights": ("engines",),
             "bucket_mb": ("engines",),
             "model_devices": ("references", "teachers", "reward_models"),
-            "worker_cpus": tuple(self.staff),
-            "call_timeout_minutes": tuple(self.staff),
+            "worker_cpus": tuple(self.worker_counts),
+            "call_timeout_minutes": tuple(self.worker_counts),
         }
         for name in changed_fields(self):
             kinds = needed.get(name, ())
-            if kinds and not any(self.staff[kind] for kind in kinds):
+            if kinds and not any(self.worker_counts[kind] for kind in kinds):
                 value = getattr(self, name)
                 raise ValueError(
                     f"launch.ray.{name} = {value!r} changes nothing without "

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lightrft.config.base import Settings, bare_names
+from lightrft.config.base import Settings, strings_as
 
 Layout = Literal["prefix_shared", "packed", "padded"]
 DType = Literal["float32", "bfloat16", "float16", "auto"]
@@ -213,7 +213,7 @@ class MergeConfig(Settings):
 
     paths: ClassVar[tuple[str, ...]] = ("base_model", "tokenizer_source")
     """The settings of this section that are paths."""
-    models: Annotated[tuple[MergeInput, ...], bare_names("model")] = ()
+    models: Annotated[tuple[MergeInput, ...], strings_as("model")] = ()
     """Models to merge, each a path or a branch with ``model``, ``weight`` and ``density``. One
     folder of adapters alone is merged into its base."""
     merge_method: MergeMethod = "linear"

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lightrft.config.base import Settings, bare_names, changed_fields
+from lightrft.config.base import Settings, changed_fields, strings_as
 from lightrft.config.judgement import COMPARED, QuestionConfig
 
 
@@ -251,7 +251,7 @@ class JudgeConfig(QuestionConfig):
         return self
 
 
-Terms = Annotated[tuple[RewardTerm, ...], bare_names("function")]
+Terms = Annotated[tuple[RewardTerm, ...], strings_as("function")]
 """Terms of one reward."""
 
 
@@ -263,10 +263,10 @@ class RewardConfig(Settings):
     """Terms of the reward: one name, or a list of names and tables; see ``RewardTerm``."""
     per_source: dict[str, Terms] = Field(default_factory=dict)
     """Data source to the terms of its rows, in place of ``terms``."""
-    models: Annotated[tuple[ScoringModelConfig, ...], bare_names("path")] = ()
+    models: Annotated[tuple[ScoringModelConfig, ...], strings_as("path")] = ()
     """Reward models whose scores are added to the reward: a folder, or a list of folders and
     tables; see ``ScoringModelConfig``. Each rank holds a copy, or asks the server of ``url``."""
-    judges: Annotated[tuple[JudgeConfig, ...], bare_names("path")] = ()
+    judges: Annotated[tuple[JudgeConfig, ...], strings_as("path")] = ()
     """Generative reward models whose scores are added to the reward of every row: a model, or a
     list of models and tables; see ``JudgeConfig`` and ``docs/judges.md``. Each rank holds a
     copy, or asks the server of ``url``."""

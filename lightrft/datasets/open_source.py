@@ -271,22 +271,22 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
 def _undecoded(dataset: Any) -> Any:
     """Return ``dataset`` with its media as stored bytes or paths."""
 
-    def bare(feature: Any) -> Any:
+    def undecoded_feature(feature: Any) -> Any:
         if isinstance(feature, dict):
-            return {name: bare(inner) for name, inner in feature.items()}
+            return {name: undecoded_feature(inner) for name, inner in feature.items()}
         if isinstance(feature, list):
-            return [bare(inner) for inner in feature]
+            return [undecoded_feature(inner) for inner in feature]
         if not dataclasses.is_dataclass(feature):
             return feature
         # Decoded on access by this package, with its limits.
         if getattr(feature, "decode", False) is True:
             return dataclasses.replace(feature, decode=False)
         if hasattr(feature, "feature"):
-            return dataclasses.replace(feature, feature=bare(feature.feature))
+            return dataclasses.replace(feature, feature=undecoded_feature(feature.feature))
         return feature
 
     for name, feature in (dataset.features or {}).items():
-        plain = bare(feature)
+        plain = undecoded_feature(feature)
         if plain != feature:
             dataset = dataset.cast_column(name, plain)
     return dataset

@@ -94,7 +94,7 @@ PART = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Bare(Sequence[Prompt]):
+class WithoutMedia(Sequence[Prompt]):
     """The prompts of ``dataset`` without their media, each read on access."""
 
     dataset: PromptDataset
@@ -123,7 +123,7 @@ class EvalPrompts(Sequence[Prompt]):
     def __init__(self, dataset: PromptDataset, chosen: Sequence[int]) -> None:
         self._dataset = dataset
         self._chosen = chosen
-        self._bare = [dataset.prompt(i, media=False) for i in chosen]
+        self._without_media = [dataset.prompt(i, media=False) for i in chosen]
 
     @property
     def media_kinds(self) -> set[str]:
@@ -131,7 +131,7 @@ class EvalPrompts(Sequence[Prompt]):
         return self._dataset.media_kinds
 
     def __len__(self) -> int:
-        return len(self._bare)
+        return len(self._without_media)
 
     @overload
     def __getitem__(self, i: int) -> Prompt: ...
@@ -140,7 +140,7 @@ class EvalPrompts(Sequence[Prompt]):
     def __getitem__(self, i: slice) -> Sequence[Prompt]: ...
 
     def __getitem__(self, i: int | slice) -> Prompt | Sequence[Prompt]:
-        return self._bare[i]
+        return self._without_media[i]
 
     def parts(
         self, ranks: ProcessGroup = SINGLE_PROCESS, begin: int = 0
@@ -154,7 +154,7 @@ class EvalPrompts(Sequence[Prompt]):
         Parts that end before prompt ``begin`` are left out.
         """
         if not self._dataset.reads_media:
-            yield 0, self._bare
+            yield 0, self._without_media
             return
         numbers = self._chosen
         for start in range(begin // PART * PART, len(self), PART):

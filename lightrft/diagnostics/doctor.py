@@ -118,11 +118,13 @@ def _examined(config: TrainingConfig, options: DoctorConfig, server: ServerRepor
     memory = _attempt(found, "memory", "models", estimate)
     if memory is not None:
         found += memory_findings(memory, device, config)
-    apart = _attempt(found, "memory", "workers", lambda: workers(config, lengths, device)) or {}
-    found += worker_findings(apart, memory, device, config)
+    in_workers = (
+        _attempt(found, "memory", "workers", lambda: workers(config, lengths, device)) or {}
+    )
+    found += worker_findings(in_workers, memory, device, config)
     # Rewards and the probe need prompts.
     if data is None:
-        return Report(tuple(found), memory, apart)
+        return Report(tuple(found), memory, in_workers)
     if isinstance(config, RLConfig):
         found += reward_model_findings(config.reward, config.model, data.tokenizer)
     scores = not isinstance(config, ScoringConfig) and config.reward.calls_functions
@@ -136,7 +138,7 @@ def _examined(config: TrainingConfig, options: DoctorConfig, server: ServerRepor
             found.append(Finding("time", "warn", "probe", says))
         else:
             _attempt(found, "time", "probe", lambda: found.extend(measure()))
-    return Report(tuple(found), memory, apart)
+    return Report(tuple(found), memory, in_workers)
 
 
 def _attempt(
@@ -193,11 +195,11 @@ def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
     if not fits.get(strategy.kind, True):
         says = f"= {strategy.kind} with launch.processes = {processes}; set strategy.kind=auto"
         yield Finding("settings", "bad", "strategy.kind", says)
-    team = strategy.tensor_parallel * strategy.sequence_parallel
-    if processes % team:
+    ranks_per_row = strategy.tensor_parallel * strategy.sequence_parallel
+    if processes % ranks_per_row:
         says = (
-            f"= {processes}, which teams of {team} (strategy.tensor_parallel x "
-            f"strategy.sequence_parallel) do not divide; set it to a multiple of {team}"
+            f"= {processes}, which groups of {ranks_per_row} (strategy.tensor_parallel x "
+            f"strategy.sequence_parallel) do not divide; set it to a multiple of {ranks_per_row}"
         )
         yield Finding("settings", "bad", "launch.processes", says)
     # HSDP shards over the ranks that are left after tensor parallelism.
@@ -680,11 +682,11 @@ def to_text(report: Report) -> str:
 def to_json(report: Report) -> dict[str, object]:
     """Convert a report to JSON data: findings, and the bytes of models and phases."""
     memory = None if report.memory is None else _as_tree(report.memory)
-    apart = {role: _as_tree(needed) for role, needed in report.workers.items()}
+    in_workers = {role: _as_tree(needed) for role, needed in report.workers.items()}
     return {
         "findings": [asdict(finding) for finding in report.findings],
         "memory": memory,
-        "workers": apart,
+        "workers": in_workers,
         "bad": report.bad,
     }
 

@@ -41,14 +41,14 @@ def roles(config: RLConfig) -> list[Role]:
     needs = Requirements.of(config.algorithm)
     adapters = "its adapters are trained" if has_adapters(config.model) else "trained"
     distills = config.algorithm.distill.kind != "none"
-    apart = config.engine.starts_server
+    starts_server = config.engine.starts_server
     server = (
         "a copy of the policy in an SGLang server that each process starts, and sampled from; "
         "lightrft doctor prints its command"
     )
     rows = (
-        (True, Role("policy", adapters if apart else f"{adapters}, and sampled from")),
-        (apart, Role("engine", server)),
+        (True, Role("policy", adapters if starts_server else f"{adapters}, and sampled from")),
+        (starts_server, Role("engine", server)),
         (needs.reference, Role("reference", _reference(config))),
         (needs.critic, Role("critic", "trained on the returns; a value for each token")),
         (needs.cost_critic, Role("cost critic", "trained on the returns of the cost")),

@@ -109,7 +109,7 @@ def check_launch(config: TrainingConfig) -> None:
             "time out before it is restarted; lower the first or raise the second"
         )
     if isinstance(config, GivenDataConfig):
-        for name, count in asked.staff.items():
+        for name, count in asked.worker_counts.items():
             if count:
                 raise ConfigError(
                     f"launch.ray.{name} = {count} changes nothing: {config.verb} has no such "
@@ -216,9 +216,9 @@ class RankActor:
         # Ranks warn of the same things, so one of them is enough.
         teller = EventReporter(order.desk, logging.ERROR if rank else logging.WARNING)
         report_logs_and_errors(teller)
-        office = WorkerAllocator(order.roster, order.slots, package().util.get_node_ip_address())
+        allocator = WorkerAllocator(order.roster, order.slots, package().util.get_node_ip_address())
         leave = partial(teller.leave, rank)
-        with StopFlag(), stopping(order.desk), use_allocator(office), error_listener(leave):
+        with StopFlag(), stopping(order.desk), use_allocator(allocator), error_listener(leave):
             ended = run_rank_task(order, teller)
         teller.delivered()
         return ended

@@ -253,7 +253,7 @@ class WorkerAllocator:
     slots: Mapping[str, BundleSlot]
     host: str
 
-    def hire(self, kind: str, make: Maker) -> list[Worker]:
+    def start_workers(self, kind: str, make: Maker) -> list[Worker]:
         """Return all workers of ``kind``, each with an object that ``make`` makes."""
         if self.roster is None:
             return []
@@ -261,25 +261,25 @@ class WorkerAllocator:
         return [RayWorker(self.roster, name, self.slots[name], make) for name in names]
 
 
-_OFFICE: ContextVar[WorkerAllocator | None] = ContextVar("office", default=None)
+_ALLOCATOR: ContextVar[WorkerAllocator | None] = ContextVar("allocator", default=None)
 
 
 @contextmanager
-def use_allocator(office: WorkerAllocator) -> Generator[None]:
-    """Within this context, ``current_allocator`` returns ``office``."""
-    token = _OFFICE.set(office)
+def use_allocator(allocator: WorkerAllocator) -> Generator[None]:
+    """Within this context, ``current_allocator`` returns ``allocator``."""
+    token = _ALLOCATOR.set(allocator)
     try:
         yield
     finally:
-        _OFFICE.reset(token)
+        _ALLOCATOR.reset(token)
 
 
 def current_allocator() -> WorkerAllocator:
-    """Return the office of this rank. Raises ``ConfigError`` if no Ray launcher started it."""
-    office = _OFFICE.get()
-    if office is None:
+    """Return the allocator of this rank. Raises ``ConfigError`` if no Ray launcher started it."""
+    allocator = _ALLOCATOR.get()
+    if allocator is None:
         raise ConfigError(
             "launch.ray gives roles separate workers, but no cluster is connected: start the run "
             "by the command lightrft, or by lightrft.distributed.ray_launcher.run_on_ray"
         )
-    return office
+    return allocator

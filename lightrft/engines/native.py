@@ -77,7 +77,7 @@ class NativeEngine:
         draft: Draft model of ``config.speculative``. ``None`` without one.
         whole: Context manager that gathers the policy's shards. ``wake`` enters it and ``sleep``
             leaves it. ``None`` for weights that are never sharded: the engine then starts awake.
-        together: Number of ranks that shard the model, see ``Engine``.
+        tensor_parallel_size: Number of ranks that shard the model, see ``Engine``.
     """
 
     shared_by_all_ranks = False
@@ -92,14 +92,14 @@ class NativeEngine:
         shared: bool = True,
         draft: DecoderProtocol | None = None,
         whole: Callable[[], AbstractContextManager[None]] | None = None,
-        together: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
         self.shares_weights = shared
-        self.tensor_parallel_size = together
+        self.tensor_parallel_size = tensor_parallel_size
         self.awake = whole is None
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -107,7 +107,7 @@ class NativeEngine:
         self.draft = draft
         if config.speculative is not None:
             check_speculative(decoder, draft)
-        sharded = whole is not None or together > 1
+        sharded = whole is not None or tensor_parallel_size > 1
         self._compiles = compile_where_it_pays(decoder, config, sharded=sharded)
         self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 

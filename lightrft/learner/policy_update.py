@@ -570,10 +570,10 @@ def optimizer_step(
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     # Gradient checkpointing and dropout act in training mode only.
     trained.model.train()
-    layout, teams = trained.model.layout, strategy.data_parallel_group
+    layout, data_parallel_group = trained.model.layout, strategy.data_parallel_group
     parts: list[tuple[Batch, LossOf, MicroBatch]] = []
     for each, loss_of_each in ((batch, loss_of), *additional):
-        own = local_micro_batches(each, budget, layout, teams, cut=cut)
+        own = local_micro_batches(each, budget, layout, data_parallel_group, cut=cut)
         parts += [(each, loss_of_each, part) for part in own]
     batches = [partial(_on_device, part, whole, strategy) for whole, _, part in parts]
     with router_terms(trained.model, batches, strategy) as routers:
@@ -584,7 +584,7 @@ def optimizer_step(
             metrics.merge(found)
     # Old log-probs and rollouts are computed between steps, without dropout.
     trained.model.eval()
-    metrics = all_reduce_metrics(metrics, teams)
+    metrics = all_reduce_metrics(metrics, data_parallel_group)
     metrics.merge(routers.metrics(who, strategy))
     # Every rank has the same number of parts, so all take the step or none does.
     skipped = False
@@ -599,7 +599,7 @@ def optimizer_step(
     if not parts or skipped:
         # The schedule of a run ends with its last step, whichever steps trained nothing.
         strategy.advance(trained.state, 1)
-    return teams.sum(total), metrics
+    return data_parallel_group.sum(total), metrics
 
 
 def _on_device(part: MicroBatch, whole: Batch, strategy: Strategy) -> Batch:

@@ -316,9 +316,11 @@ class _Objective:
     @torch.no_grad()
     def columns(self, batch: Batch) -> TokenColumns:
         """Compute the numbers of all tokens, in micro-batches over all ranks."""
-        roles, teams = self.roles, self.roles.strategy.data_parallel_group
+        roles, data_parallel_group = self.roles, self.roles.strategy.data_parallel_group
         found = {name: MicroBatches() for name in ("logprobs", "divergence", "energy")}
-        for part in local_micro_batches(batch, self.settings.max_tokens, roles.actor.layout, teams):
+        for part in local_micro_batches(
+            batch, self.settings.max_tokens, roles.actor.layout, data_parallel_group
+        ):
             scores = self._scores(part.of(batch).to(roles.device))
             places = rows_of(batch.lengths, part.index)
             for name, column in found.items():
@@ -328,7 +330,7 @@ class _Objective:
         requirements = self.settings.requirements
         wanted = {"divergence": requirements.sequence_kl, "energy": requirements.collision}
         columns = {
-            name: teams.sum(column.column(batch.tokens))
+            name: data_parallel_group.sum(column.column(batch.tokens))
             for name, column in found.items()
             if wanted.get(name, True)
         }

@@ -102,12 +102,12 @@ def process_step(
 
     loss, metrics = optimizer_step("prm", strategy, process, batch, max_tokens, loss_of)
     metrics.add("prm/loss", Mean(loss))
-    parts, teams = MicroBatches(), strategy.data_parallel_group
+    parts, data_parallel_group = MicroBatches(), strategy.data_parallel_group
     # The split is deterministic: these are the micro-batches of the step, in the same order.
-    own = local_micro_batches(batch, max_tokens, process.model.layout, teams)
+    own = local_micro_batches(batch, max_tokens, process.model.layout, data_parallel_group)
     for part, values in zip(own, before, strict=True):
         parts.put(rows_of(batch.lengths, part.index), values)
-    return teams.sum(parts.column(batch.tokens)), metrics
+    return data_parallel_group.sum(parts.column(batch.tokens)), metrics
 
 
 def outcome_losses(

@@ -116,7 +116,7 @@ class Backbone(nn.Module):
         # the more general of the two: the family names the fastest layout that is exact for it
         self._layout: Layout = max(self.config.layout, self.family.layout, key=LAYOUTS.index)
         self._run_towers: bool | None = None
-        self._team = ModelParallelGroup(0, 1)
+        self._model_parallel_group = ModelParallelGroup(0, 1)
         self._has_reported = False
         self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
@@ -195,20 +195,20 @@ class Backbone(nn.Module):
         self._layout = layout
 
     @property
-    def team(self) -> ModelParallelGroup:
+    def model_parallel_group(self) -> ModelParallelGroup:
         """The sequence-parallel group, which shards the tokens of each call.
 
         Its ranks must call the model on the same batch.
         """
-        return self._team
+        return self._model_parallel_group
 
-    @team.setter
-    def team(self, team: ModelParallelGroup) -> None:
-        if team.size > 1:
+    @model_parallel_group.setter
+    def model_parallel_group(self, model_parallel_group: ModelParallelGroup) -> None:
+        if model_parallel_group.size > 1:
             if self._layout == "padded":
-                raise _rows_of_their_own(team)
-            check_heads(self.text_config, team)
-        self._team = team
+                raise _rows_of_their_own(model_parallel_group)
+            check_heads(self.text_config, model_parallel_group)
+        self._model_parallel_group = model_parallel_group
 
     def freeze_output_head(self) -> None:
         """Freeze an output head whose logits are not used. An optimizer needs no state for it."""
@@ -275,11 +275,12 @@ class Backbone(nn.Module):
             packed: The call of ``compute``.
             places: ``[N]`` indices in the tokens of the call.
         """
-        if self._team.size == 1:
+        if self._model_parallel_group.size == 1:
             return HiddenStates(
-                states.index_select(0, places), SequencePart(self._team, len(places))
+                states.index_select(0, places),
+                SequencePart(self._model_parallel_group, len(places)),
             )
-        part, own = Row(self._team, packed.input_ids.numel()).reads(places)
+        part, own = Row(self._model_parallel_group, packed.input_ids.numel()).reads(places)
         return HiddenStates(states.index_select(0, own), part)
 
     def states(self, packed: Packed, seen: MergedInputs | None = None) -> Tensor:
@@ -288,7 +289,7 @@ class Backbone(nn.Module):
         In a sequence-parallel group, ``T`` counts this rank's tokens.
         """
         self.use_attention("padded" if packed.plan is None else "flat")
-        if self._team.size > 1:
+        if self._model_parallel_group.size > 1:
             inputs, source = self._own_tokens(packed)
         else:
             inputs, source = packed.inputs, packed.source
@@ -307,15 +308,15 @@ class Backbone(nn.Module):
             if packed.counts is None or self.router_loss is None:
                 return self.decoder(**inputs, use_cache=False).last_hidden_state
             output = self.decoder(**inputs, use_cache=False, output_router_logits=True)
-            self.router_loss.read(output.router_logits, packed.counts, self._team)
+            self.router_loss.read(output.router_logits, packed.counts, self._model_parallel_group)
             return output.last_hidden_state
 
     def _own_tokens(self, packed: Packed) -> tuple[dict[str, Any], Tensor]:
         """Return ``packed.inputs`` and ``packed.source`` of this rank's tokens."""
         plan = packed.plan
         if plan is None:
-            raise _rows_of_their_own(self._team)
-        row = Row(self._team, packed.input_ids.numel())
+            raise _rows_of_their_own(self._model_parallel_group)
+        row = Row(self._model_parallel_group, packed.input_ids.numel())
         ids, positions = row.own(packed.input_ids), row.own(packed.position_ids)
         own = {"input_ids": ids, "position_ids": positions, "attention_plan": Exchanged(plan, row)}
         return own, row.own(packed.source, -1)
@@ -689,9 +690,9 @@ class Actor(Backbone):
         return logprobs.gather(1, targets[:, None])[:, 0]
 
 
-def _rows_of_their_own(team: ModelParallelGroup) -> ModelError:
+def _rows_of_their_own(model_parallel_group: ModelParallelGroup) -> ModelError:
     return ModelError(
-        f"strategy.sequence_parallel = {team.size} splits the tokens of one row, "
+        f"strategy.sequence_parallel = {model_parallel_group.size} splits the tokens of one row, "
         "but this model runs with model.layout = padded, in separate rows, "
         "because it is set so or cannot do otherwise; set strategy.sequence_parallel=1"
     )

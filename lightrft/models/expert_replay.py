@@ -194,6 +194,6 @@ def _layers_of(model: nn.Module) -> list[_Layer]:
         named = list(inspect.signature(type(module).forward).parameters)
         if named[1:3] in _ARGUMENTS and hasattr(module, "num_experts"):
             # adapters of experts wrap their module, once for each adapted parameter
-            bare = name.replace(".base_layer", "")
-            found.append(_Layer(model.get_submodule(bare.rpartition(".")[0]), module))
+            plain = name.replace(".base_layer", "")
+            found.append(_Layer(model.get_submodule(plain.rpartition(".")[0]), module))
     return found

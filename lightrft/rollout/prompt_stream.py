@@ -15,7 +15,7 @@ from lightrft.config.data import DataConfig
 from lightrft.config.rollout import CurriculumConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import check_rows
-from lightrft.datasets.sampler import Bare, PromptSampler, draw, report
+from lightrft.datasets.sampler import PromptSampler, WithoutMedia, draw, report
 from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.curriculum import Curriculum
 from lightrft.rollout.serialization import pack_rollout, unpack_rollouts
@@ -76,9 +76,9 @@ class PromptStream:
         return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
 
     @property
-    def bare(self) -> Sequence[Prompt]:
+    def without_media(self) -> Sequence[Prompt]:
         """Return the prompts in the order of the data set, without their media."""
-        return Bare(self.dataset)
+        return WithoutMedia(self.dataset)
 
     def draw(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts and add the unreadable ones to ``unreadable_rows``."""

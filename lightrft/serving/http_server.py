@@ -297,8 +297,8 @@ class HTTPServer:
         tokens = endpoint.tokens or self.tokens
         if tokens is not None:
             # the header of Anthropic's clients holds the token alone
-            bare = request.headers.get("x-api-key")
-            given = f"Bearer {bare}" if bare else ""
+            key = request.headers.get("x-api-key")
+            given = f"Bearer {key}" if key else ""
             tokens.check(request.headers.get("authorization", given))
         if self._open >= self.config.max_requests:
             after = max(1, math.ceil(self._seconds))

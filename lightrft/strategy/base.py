@@ -42,12 +42,12 @@ class TrainableModule(Protocol):
 
     Attributes:
         run_towers: Parts for media run for batches without media, too.
-        team: A sequence-parallel group, whose ranks shard the tokens of each call. Setting it
+        model_parallel_group: A sequence-parallel group, whose ranks shard the tokens of each call. Setting it
             raises ``ModelError`` for a group that the model cannot serve.
     """
 
     run_towers: bool
-    team: ModelParallelGroup
+    model_parallel_group: ModelParallelGroup
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class TrainState:
 class Strategy(Protocol):
     """A training backend: single, fsdp2 or deepspeed.
 
-    ``ranks`` are all processes. Batches are split over ``teams``, the data-parallel group.
+    ``ranks`` are all processes. Batches are split over ``data_parallel_group``, the data-parallel group.
     """
 
     device: torch.device

@@ -47,7 +47,7 @@ class Fsdp2Strategy(SingleStrategy):
         # FSDP2 keeps the shards on the host itself, and they are their own masters.
         self.keeps_state_on_host = False
         self.ranks = ranks
-        self.team, self._teams = build_parallel_groups(
+        self.model_parallel_group, self._data_parallel_group = build_parallel_groups(
             ranks, config.sequence_parallel, config.tensor_parallel
         )
         self.mesh, self.across = mesh_of(
@@ -59,7 +59,7 @@ class Fsdp2Strategy(SingleStrategy):
 
     @property
     def data_parallel_group(self) -> ProcessGroup:
-        return self._teams
+        return self._data_parallel_group
 
     def loading(self) -> AbstractContextManager[torch.device]:
         return nullcontext(torch.device("meta"))
@@ -78,7 +78,7 @@ class Fsdp2Strategy(SingleStrategy):
         if self.across is not None:
             shard_layers(model, self.across)
         if isinstance(model, TrainableModule):
-            model.team = self.team
+            model.model_parallel_group = self.model_parallel_group
             # A call of a sharded module is collective, so every rank must make it.
             model.run_towers = True
         # Before ``_shard``, which makes trained parameters float32.

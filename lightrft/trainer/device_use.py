@@ -43,7 +43,9 @@ class DeviceUse:
         """
         metrics = Metrics() if self.gpu is None else self.gpu.take()
         # The ranks of a sequence-parallel group share a call.
-        flops = sum(m.flops.take() / m.team.size for m in self.models if m.flops is not None)
+        flops = sum(
+            m.flops.take() / m.model_parallel_group.size for m in self.models if m.flops is not None
+        )
         is_whole = all(model.flops is not None for model in self.models)
         if is_whole and flops and seconds and self.peak_tflops is not None:
             metrics.add("perf/mfu", Last(flops / seconds / (1e12 * self.peak_tflops)))

@@ -246,7 +246,9 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         first = session.ranks.rank == 0
         run_on_all_ranks(
             session.ranks,
-            lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None,
+            lambda: (
+                check_rewards(config.reward, stream.without_media, tokenizer) if first else None
+            ),
         )
     # Must come last: an error after this would leave workers running.
     roles = roles_of(config, requirements, tokenizer, steps, processor, session.ranks)
@@ -321,9 +323,9 @@ def roles_of(
         processor: processor of the policy, or None for a text-only model.
         ranks: all ranks of the run.
     """
-    if not any(config.launch.ray.staff.values()):
+    if not any(config.launch.ray.worker_counts.values()):
         return local_roles(config, requirements, tokenizer, steps, processor, ranks)
-    office = current_allocator()
+    allocator = current_allocator()
     return remote_roles(
         config,
         requirements,
@@ -331,8 +333,8 @@ def roles_of(
         steps,
         processor,
         ranks,
-        hire=office.hire,
-        host=office.host,
+        start_workers=allocator.start_workers,
+        host=allocator.host,
     )
 
 

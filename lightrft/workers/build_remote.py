@@ -32,7 +32,7 @@ from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.weight_sync import SENDERS, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 
-Hire = Callable[[str, Maker], Sequence[Worker]]
+StartWorkers = Callable[[str, Maker], Sequence[Worker]]
 """A function that returns all workers of a kind, each with an object that the maker makes."""
 
 
@@ -44,7 +44,7 @@ def remote_roles(
     processor: Processor | None = None,
     ranks: ProcessGroup = SINGLE_PROCESS,
     *,
-    hire: Hire,
+    start_workers: StartWorkers,
     host: str,
 ) -> Roles:
     """Build the roles like ``local_roles``, with proxies for the roles that ``launch.ray`` gives
@@ -60,10 +60,10 @@ def remote_roles(
         steps: number of steps of the run.
         processor: processor of the policy, or None for a text-only model.
         ranks: all ranks of the run.
-        hire: returns the workers of a kind.
+        start_workers: returns the workers of a kind.
         host: address at which workers reach this process.
     """
-    apart = RemoteRoleBuilder(config, ranks, hire, host)
+    remote_builders = RemoteRoleBuilder(config, ranks, start_workers, host)
     makers: dict[str, Callable[..., Any]] = {}
     for kind, (count, _) in config.launch.ray.workers.items():
         if not count:
@@ -72,7 +72,7 @@ def remote_roles(
         # With staleness the engines generate while the policy is trained, and not in between.
         if kind == "engine" and config.rollout.staleness:
             name = "async_engine"
-        makers[name] = getattr(apart, name)
+        makers[name] = getattr(remote_builders, name)
     return local_roles(config, requirements, tokenizer, steps, processor, ranks, makers)
 
 
@@ -82,12 +82,14 @@ class RemoteRoleBuilder:
     Args:
         config: settings of the run.
         ranks: all ranks of the run.
-        hire: returns the workers of a kind.
+        start_workers: returns the workers of a kind.
         host: address at which workers reach this process.
     """
 
-    def __init__(self, config: RLConfig, ranks: ProcessGroup, hire: Hire, host: str) -> None:
-        self.config, self.ranks, self.hire, self.host = config, ranks, hire, host
+    def __init__(
+        self, config: RLConfig, ranks: ProcessGroup, start_workers: StartWorkers, host: str
+    ) -> None:
+        self.config, self.ranks, self.start_workers, self.host = config, ranks, start_workers, host
         self.limits = FaultPolicy.of(config)
         self.strategy = in_worker(config.strategy)
         self.threads = config.run.threads or max(1, int(config.launch.ray.worker_cpus))
@@ -105,7 +107,7 @@ class RemoteRoleBuilder:
         # Workers load the frozen weights themselves, so only these are sent in each step.
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray
-        hand = WeightSyncConfig(
+        transfer = WeightSyncConfig(
             asked.weights,
             asked.bucket_mb * 2**20,
             strategy.device,
@@ -116,13 +118,14 @@ class RemoteRoleBuilder:
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         # Only rank 0 calls engines. The others would start workers that nobody uses.
-        workers = self.hire("engine", make) if ranks.rank == 0 else ()
-        return EngineWorkerGroup(workers, config.engine, self.limits, hand, ranks)
+        workers = self.start_workers("engine", make) if ranks.rank == 0 else ()
+        return EngineWorkerGroup(workers, config.engine, self.limits, transfer, ranks)
 
     def scorer(self) -> RewardWorkerGroup:
         """Build the scorer."""
         return RewardWorkerGroup(
-            self.hire("scorer", partial(reward_scorer_worker, self.config.reward)), self.limits
+            self.start_workers("scorer", partial(reward_scorer_worker, self.config.reward)),
+            self.limits,
         )
 
     def reference(self) -> RemoteReference:
@@ -130,14 +133,14 @@ class RemoteRoleBuilder:
         setting = "reference" if self.config.reference else ""
         model = reference_model(self.config)
         make = partial(frozen_model_worker, model, self.strategy, self.threads, setting)
-        return RemoteReference(self.hire("reference", make), self.limits)
+        return RemoteReference(self.start_workers("reference", make), self.limits)
 
     def teacher(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
         config = self.config
         model = teacher_model(config.model, config.teacher, tokenizer)
         make = partial(frozen_model_worker, model, self.strategy, self.threads, "teacher.path")
-        workers = self.hire("teacher", make)
+        workers = self.start_workers("teacher", make)
         return RemoteTeacher(workers, self.limits, strategy.device)
 
     def reward_model(
@@ -158,7 +161,9 @@ class RemoteRoleBuilder:
             device: device of the ranks. Workers have their own.
         """
         make = partial(reward_model_worker, reward, policy, self.strategy, self.threads)
-        found = RemoteModelScorer(scorer, reward, self.hire("reward_model", make), self.limits)
+        found = RemoteModelScorer(
+            scorer, reward, self.start_workers("reward_model", make), self.limits
+        )
         return CombiningScorer(found, reward, found.names()) if reward.combines else found
 
 
@@ -179,7 +184,7 @@ def most_senders(config: RLConfig, device: str) -> int:
 
 def check_workers(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` for workers of a role that the run lacks or cannot run remotely."""
-    staff, algorithm = config.launch.ray.staff, config.algorithm
+    worker_counts, algorithm = config.launch.ray.worker_counts, config.algorithm
     # Why workers of a role have nothing to do.
     idle: dict[str, str] = {}
     if not config.reward.calls_functions:
@@ -191,11 +196,11 @@ def check_workers(config: RLConfig, requirements: Requirements) -> None:
     if algorithm.distill.kind == "none":
         idle["teachers"] = "algorithm.distill is none"
     for name, why in idle.items():
-        if staff[name]:
+        if worker_counts[name]:
             raise ConfigError(
-                f"launch.ray.{name} = {staff[name]} changes nothing: {why}; leave it out"
+                f"launch.ray.{name} = {worker_counts[name]} changes nothing: {why}; leave it out"
             )
-    references = staff["references"]
+    references = worker_counts["references"]
     if not references:
         return
     if adds_adapters(config.model) and not config.reference:

@@ -258,7 +258,7 @@ class EngineWorkerGroup:
         workers: the workers. Empty on other ranks than 0.
         config: settings of the engine.
         limits: timeouts and restarts of workers.
-        hand: settings of the weight transfer.
+        transfer: settings of the weight transfer.
         ranks: all ranks of the run.
 
     Raises:
@@ -275,12 +275,12 @@ class EngineWorkerGroup:
         workers: Sequence[Worker],
         config: EngineConfig,
         limits: FaultPolicy,
-        hand: WeightSyncConfig,
+        transfer: WeightSyncConfig,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         self.config = config
-        self._way = hand.way
-        self.delivery = WeightSync(workers, limits, hand, ranks)
+        self._way = transfer.way
+        self.delivery = WeightSync(workers, limits, transfer, ranks)
         self._losses: Counter[int] = Counter()
         self._compiled: dict[str, CompiledSteps] = {}
 
@@ -299,9 +299,9 @@ class EngineWorkerGroup:
         )
 
     @property
-    def crew(self) -> WorkerGroup:
+    def group(self) -> WorkerGroup:
         """The group of workers."""
-        return self.delivery.crew
+        return self.delivery.group
 
     @property
     def version(self) -> int:
@@ -334,7 +334,7 @@ class EngineWorkerGroup:
         self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]
     ) -> Iterator[Rollout]:
         most = self.config.max_num_seqs
-        job = _Job(self.crew, most, requests, sampling, self._losses, self._compiled)
+        job = _Job(self.group, most, requests, sampling, self._losses, self._compiled)
         try:
             while job.unfinished:
                 if stopped():
@@ -354,12 +354,12 @@ class EngineWorkerGroup:
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``. A worker that restarts is skipped, and comes back awake."""
-        self.crew.each("sleep", level)
+        self.group.each("sleep", level)
 
     def wake(self) -> None:
         """See ``Engine.wake``."""
         self._release_memory()
-        self.crew.each("wake")
+        self.group.each("wake")
 
     def _release_memory(self) -> None:
         """Release cached memory of a device on which workers are about to take memory."""
@@ -406,21 +406,21 @@ class _Job:
 
     def __init__(
         self,
-        crew: WorkerGroup,
+        group: WorkerGroup,
         max_rows: int,
         requests: Sequence[Request],
         sampling: SamplingConfig,
         losses: Counter[int],
         compiled: dict[str, CompiledSteps],
     ) -> None:
-        self.crew = crew
+        self.group = group
         self.losses = losses
         self.compiled = compiled
         self.name = secrets.token_hex(8)
         self.sampling = sampling
         self.most = max_rows + max_rows // 4  # a surplus fills rows that become free within a turn
-        self.waiting = deque(split_requests(requests, len(crew.workers)))
-        self.desks = [_WorkerSlot(worker) for worker in crew.workers]
+        self.waiting = deque(split_requests(requests, len(group.workers)))
+        self.desks = [_WorkerSlot(worker) for worker in group.workers]
 
     @property
     def unfinished(self) -> bool:
@@ -436,22 +436,22 @@ class _Job:
             time.sleep(LOOK_SECONDS)
         found: list[Rollout] = []
         for desk in self.desks:
-            found += self._settle(desk, self.crew.take)
+            found += self._settle(desk, self.group.take)
         return found
 
     def abort(self) -> list[Rollout]:
         """Stop the job and return all responses, finished or not."""
         found: list[Rollout] = []
-        busy = [desk for desk in self.desks if desk.asked and self.crew.ready(desk.worker)]
+        busy = [desk for desk in self.desks if desk.asked and self.group.ready(desk.worker)]
         # A worker has one pending call of this job at most, so turns must end before ``abort``.
         for desk in busy:
-            found += self._settle(desk, self.crew.outcome)
+            found += self._settle(desk, self.group.outcome)
         # All are called before the first is waited for: they abort at the same time.
         for desk in busy:
             if desk.asked:
-                self.crew.begin(desk, "abort", self.name)
+                self.group.begin(desk, "abort", self.name)
         for desk in busy:
-            found += self._settle(desk, self.crew.outcome)
+            found += self._settle(desk, self.group.outcome)
         # Those that no worker has begun, and those of workers that were lost meanwhile.
         left = list(itertools.chain(*self.waiting))
         for desk in self.desks:
@@ -476,7 +476,7 @@ class _Job:
             desk.asked.clear()
 
     def _hand_out(self) -> None:
-        ready = [desk for desk in self.desks if self.crew.ready(desk.worker)]
+        ready = [desk for desk in self.desks if self.group.ready(desk.worker)]
         while self.waiting and ready:
             desk = min(ready, key=lambda d: len(d.asked))
             if len(desk.asked) >= self.most:  # so are all others, since this one has the fewest
@@ -486,7 +486,7 @@ class _Job:
             desk.fresh += group
         for desk in ready:
             if desk.asked and desk.call is None:
-                self.crew.begin(desk, "draw", self.name, desk.fresh, self.sampling, TURN_SECONDS)
+                self.group.begin(desk, "draw", self.name, desk.fresh, self.sampling, TURN_SECONDS)
                 desk.fresh = []
 
     def _settle(self, desk: _WorkerSlot, how: Callable[[PendingCall], Reply]) -> list[Rollout]:
@@ -523,7 +523,7 @@ class _Job:
         self.waiting.extendleft(split_requests(list(desk.asked.values()), 1))
         desk.asked.clear()
         desk.fresh.clear()
-        restarts = self.crew.limits.restarts
+        restarts = self.group.limits.restarts
         # One more than a worker's restarts: that error comes first and describes the cause better.
         often = [request for request in known if self.losses[request.seed] > restarts + 1]
         if often:

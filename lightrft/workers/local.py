@@ -165,10 +165,12 @@ def local_policy(
     if replay_routes:
         actor.experts = ExpertReplay(actor.model)
     decoder = KVDecoder(actor.model, actor.experts)
-    together = strategy.tensor_parallel
+    tensor_parallel_size = strategy.tensor_parallel
     if engine.kind == "vllm":
         # a run that trains sends its weights once its checkpoint is loaded
-        built = local_vllm(model, engine, tokenizer, decoder, ranks, together, loads=not trains)
+        built = local_vllm(
+            model, engine, tokenizer, decoder, ranks, tensor_parallel_size, loads=not trains
+        )
         return placed, actor, built
     if engine.kind in SERVED_KINDS:
         served = local_served(
@@ -178,7 +180,7 @@ def local_policy(
             decoder,
             ranks,
             placed.device,
-            together,
+            tensor_parallel_size,
             trains=trains,
             media=media,
         )
@@ -190,7 +192,14 @@ def local_policy(
                 raise
         return placed, actor, served
     draft = draft_decoder(engine, model, tokenizer, actor.device)
-    native = NativeEngine(decoder, tokenizer, engine, draft=draft, whole=whole, together=together)
+    native = NativeEngine(
+        decoder,
+        tokenizer,
+        engine,
+        draft=draft,
+        whole=whole,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     return placed, actor, native
 
 
@@ -283,7 +292,7 @@ def local_roles(
     steps: int,
     processor: Processor | None = None,
     ranks: ProcessGroup = SINGLE_PROCESS,
-    apart: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    remote_builders: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> Roles:
     """Build the roles that an RL run needs. Roles that the algorithm does not use are not loaded.
 
@@ -294,18 +303,18 @@ def local_roles(
         steps: number of steps of the run.
         processor: processor of the policy, or None for a text-only model.
         ranks: all ranks of the run.
-        apart: functions that build some roles in another way, by role name.
+        remote_builders: functions that build some roles in another way, by role name.
     """
     if config.model.replay_routes:
         check_native(config.engine, "model.replay_routes", "true")
     # Must come first: its processes start while models are loaded.
-    scorer = apart.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
+    scorer = remote_builders.get("scorer", lambda: local_scorer(config.reward, unscored=0.0))()
     engine: Engine | None = None
     try:
         strategy, actor, engine = local_policy(
             config.model,
             config.strategy,
-            _own_engine(config, apart),
+            _own_engine(config, remote_builders),
             tokenizer,
             ranks,
             replay_routes=config.model.replay_routes,
@@ -316,23 +325,27 @@ def local_roles(
         policy = TrainableModel(
             actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))
         )
-        with_models = apart.get("reward_model", with_reward_models)
+        with_models = remote_builders.get("reward_model", with_reward_models)
         scorer = with_models(scorer, config.reward, config.model, tokenizer, strategy.device)
         return Roles(
             strategy=strategy,
-            reference=apart["reference"]()
-            if "reference" in apart
+            reference=remote_builders["reference"]()
+            if "reference" in remote_builders
             else local_reference(config, requirements, policy, strategy),
             policy=policy,
-            engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
+            engine=remote_builders["engine"](actor, strategy)
+            if "engine" in remote_builders
+            else engine,
             scorer=scorer,
             tokenizer=tokenizer,
             processor=processor,
-            async_engine=apart["async_engine"](actor, strategy)
-            if "async_engine" in apart
+            async_engine=remote_builders["async_engine"](actor, strategy)
+            if "async_engine" in remote_builders
             else local_async_engine(config, policy, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
-            teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
+            teacher=remote_builders.get("teacher", partial(local_teacher, config))(
+                tokenizer, strategy
+            ),
             critic=local_critic(config, "critic", strategy, max(1, steps * per_step))
             if requirements.critic
             else None,
@@ -349,10 +362,10 @@ def local_roles(
         raise
 
 
-def _own_engine(config: RLConfig, apart: Mapping[str, object]) -> EngineConfig:
+def _own_engine(config: RLConfig, remote_builders: Mapping[str, object]) -> EngineConfig:
     """Return the settings of the engine that generates in this process between training steps."""
     # The native one costs nothing, where another engine generates the batches.
-    if "engine" in apart or config.rollout.staleness:
+    if "engine" in remote_builders or config.rollout.staleness:
         # ``compile: true`` is of the other engine. This one compiles where it can.
         compiles = None if config.engine.compile else config.engine.compile
         return config.engine.model_copy(update={"kind": "native", "compile": compiles})
@@ -471,7 +484,7 @@ def local_async_engine(
         return async_served(config, policy, tokenizer, strategy)
     check_native(config.engine, "rollout.staleness", config.rollout.staleness)
     if strategy.ranks.size == 1:
-        decoder = KVDecoder(actor.model, actor.experts).apart()
+        decoder = KVDecoder(actor.model, actor.experts).with_own_weights()
     else:
         # Loading initializes adapters at random. That must not advance the generator of the run.
         with torch.random.fork_rng():

@@ -59,7 +59,7 @@ def local_served(
     decoder: DecoderProtocol,
     ranks: ProcessGroup,
     device: torch.device,
-    together: int = 1,
+    tensor_parallel_size: int = 1,
     *,
     trains: bool,
     media: Collection[str] = (),
@@ -77,7 +77,7 @@ def local_served(
         decoder: Holds the weights of the policy.
         ranks: All ranks of the run.
         device: Device of a server that the run starts.
-        together: The setting ``strategy.tensor_parallel``.
+        tensor_parallel_size: The setting ``strategy.tensor_parallel``.
         trains: The weights will change.
         media: Kinds of media of the prompts.
 
@@ -89,7 +89,7 @@ def local_served(
     """
     own = engine.starts_server
     if own:
-        check_replica(engine.kind, model, together)
+        check_replica(engine.kind, model, tensor_parallel_size)
     elif trains and model.load_in_4bit:
         raise ConfigError(
             f"engine.kind = {engine.kind} sends whole weights, and model.load_in_4bit = true has "

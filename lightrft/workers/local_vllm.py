@@ -34,7 +34,7 @@ def local_vllm(
     tokenizer: PreTrainedTokenizerBase,
     decoder: DecoderProtocol,
     ranks: ProcessGroup,
-    together: int = 1,
+    tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
     *,
     loads: bool = True,
@@ -47,7 +47,7 @@ def local_vllm(
         tokenizer: Tokenizer of the model.
         decoder: Holds the weights of the policy.
         ranks: All ranks of the run. Each must call it.
-        together: The setting ``strategy.tensor_parallel``.
+        tensor_parallel_size: The setting ``strategy.tensor_parallel``.
         dtype: See ``build_vllm``.
         loads: False for a run that sends its weights before the first response.
 
@@ -55,7 +55,7 @@ def local_vllm(
         ConfigError: vLLM is not installed, or cannot hold this policy.
         ModelError: vLLM read other weights than the policy has.
     """
-    check_replica("vllm", model, together)
+    check_replica("vllm", model, tensor_parallel_size)
     built = build_vllm(model, engine, tokenizer, decoder, ranks, dtype)
     # the weights of several ranks are read later, and each step sends them
     if loads and ranks.size == 1:
@@ -134,11 +134,11 @@ def async_vllm(
     Raises:
         ConfigError: vLLM is not installed, or cannot hold this policy.
     """
-    decoder, together = KVDecoder(model), config.strategy.tensor_parallel
+    decoder, tensor_parallel_size = KVDecoder(model), config.strategy.tensor_parallel
     settings: Any = model.config
     # sharded weights are float32 outside of a call, whatever the call computes in
     built = local_vllm(
-        config.model, config.engine, tokenizer, decoder, ranks, together, settings.dtype
+        config.model, config.engine, tokenizer, decoder, ranks, tensor_parallel_size, settings.dtype
     )
     built.stays_awake = True
     if built.weights.serves_adapters:
@@ -161,18 +161,18 @@ def refuse_merging(config: RLConfig) -> None:
         )
 
 
-def check_replica(kind: str, model: ModelConfig, together: int = 1) -> None:
+def check_replica(kind: str, model: ModelConfig, tensor_parallel_size: int = 1) -> None:
     """Raise ``ConfigError`` for a run whose policy an engine with a copy on each rank cannot hold.
 
     Args:
         kind: The setting ``engine.kind``.
         model: The model to load.
-        together: The setting ``strategy.tensor_parallel``.
+        tensor_parallel_size: The setting ``strategy.tensor_parallel``.
     """
-    if together > 1:
+    if tensor_parallel_size > 1:
         raise ConfigError(
             f"engine.kind = {kind} keeps a whole model on each rank, and strategy.tensor_parallel = "
-            f"{together} shards it; set strategy.tensor_parallel=1, or engine.kind=native"
+            f"{tensor_parallel_size} shards it; set strategy.tensor_parallel=1, or engine.kind=native"
         )
     if model.load_in_4bit:
         raise ConfigError(

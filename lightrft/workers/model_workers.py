@@ -127,26 +127,26 @@ class RemoteReference:
     """
 
     def __init__(self, workers: Sequence[Worker], limits: FaultPolicy) -> None:
-        self.crew = WorkerGroup(workers, limits)
+        self.group = WorkerGroup(workers, limits)
 
     @property
     def max_in_flight(self) -> int:
         """The maximum number of pending calls: two per worker, so that none waits for its next."""
-        return max(1, 2 * len(self.crew.workers))
+        return max(1, 2 * len(self.group.workers))
 
     def score(self, batch: Batch, *, temperature: Distribution) -> TokenScores:
         """See ``Actor.score``."""
         if not batch.tokens:
             return TokenScores(torch.zeros(0))
-        return TokenScores(self.crew.ask("score", without_columns(batch), temperature))
+        return TokenScores(self.group.ask("score", without_columns(batch), temperature))
 
     def take_counts(self) -> dict[str, int]:
         """See ``HasEventCounts``."""
-        return {"restarts": self.crew.take_restarts()}
+        return {"restarts": self.group.take_restarts()}
 
     def close(self) -> None:
         """End the workers."""
-        self.crew.close()
+        self.group.close()
 
 
 class RemoteTeacher(RemoteReference):
@@ -184,20 +184,20 @@ class RemoteTeacher(RemoteReference):
         form, head = self._held
         states = torch.zeros(0, form.hidden, dtype=form.dtype)
         if batch.tokens:
-            states = self.crew.ask("states", without_columns(batch))
+            states = self.group.ask("states", without_columns(batch))
         return Target(
             states.to(self._device), head, kind, temperature, beta, form.softcap, form.scale
         )
 
     @torch.no_grad()
     def _fetched(self) -> tuple[HeadForm, nn.Module]:
-        form: HeadForm = self.crew.ask("head_form")
+        form: HeadForm = self.group.ask("head_form")
         head = nn.Linear(form.hidden, form.width, form.bias, self._device, form.dtype)
         head.requires_grad_(False)
         # In parts: a head of 150,000 tokens and width 3,584 is 1 GiB in bfloat16.
         count = max(1, PART_BYTES // (form.hidden * form.dtype.itemsize))
         for first in range(0, form.width, count):
-            parts = self.crew.ask("head_rows", first, count)
+            parts = self.group.ask("head_rows", first, count)
             for own, rows in zip(head.parameters(), parts, strict=True):
                 own[first : first + count] = rows.to(self._device)
         return form, head

@@ -101,19 +101,19 @@ class RemoteModelScorer(CollectingScorer):
         events = [*(ModelScorer.events if reward.models else ())]
         events += JudgeScorer.events if reward.judges else ()
         self._events = events
-        self.crew = WorkerGroup(workers, limits)
+        self.group = WorkerGroup(workers, limits)
 
     def names(self) -> list[str]:
         """Return the names of the terms of reward models."""
-        return self.crew.ask("names")
+        return self.group.ask("names")
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """See ``CollectingScorer.score``. Each worker gets whole groups, of about equal size."""
         for rollout in rollouts:
             rollout.step_rewards = []
-        parts = _parts(rollouts, len(self.crew.workers))
+        parts = _parts(rollouts, len(self.group.workers))
         with ThreadPoolExecutor(len(parts)) as threads:
-            answers = list(threads.map(lambda part: self.crew.ask("score", part), parts))
+            answers = list(threads.map(lambda part: self.group.ask("score", part), parts))
         for part, (outcomes, counts) in zip(parts, answers, strict=True):
             self.counts.update(counts)
             for rollout, outcome in zip(part, outcomes, strict=True):
@@ -125,12 +125,12 @@ class RemoteModelScorer(CollectingScorer):
         found = super().take_counts()
         # The same events as in the ranks, also before the first call.
         found = {**dict.fromkeys(self._events, 0), **found}
-        return {**found, "restarts": found.get("restarts", 0) + self.crew.take_restarts()}
+        return {**found, "restarts": found.get("restarts", 0) + self.group.take_restarts()}
 
     def close(self) -> None:
         """See ``RewardScorer.close``. Also ends the workers."""
         super().close()
-        self.crew.close()
+        self.group.close()
 
 
 def _parts(rollouts: Sequence[Rollout], count: int) -> list[list[Rollout]]:

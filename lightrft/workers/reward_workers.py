@@ -90,7 +90,7 @@ class RewardWorkerGroup:
     """
 
     def __init__(self, workers: Sequence[Worker], limits: FaultPolicy) -> None:
-        self.crew = WorkerGroup(workers, limits)
+        self.group = WorkerGroup(workers, limits)
         self.client = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._desks = [_WorkerSlot(worker) for worker in workers]
@@ -108,7 +108,7 @@ class RewardWorkerGroup:
         """Raise ``RewardError`` with the names of data sources that have no reward."""
         unknown = set(sources) - self._sources
         if unknown:
-            self.crew.ask("check_sources", sorted(unknown))
+            self.group.ask("check_sources", sorted(unknown))
             self._sources |= unknown
 
     def submit(self, rollout: Rollout) -> None:
@@ -134,17 +134,17 @@ class RewardWorkerGroup:
 
     def take_counts(self) -> dict[str, int]:
         """See ``HasEventCounts``."""
-        return {"restarts": self.crew.take_restarts()}
+        return {"restarts": self.group.take_restarts()}
 
     def close(self) -> None:
         """End the workers."""
-        self.crew.close()
+        self.group.close()
 
     def _pump(self) -> None:
         """Collect finished outcomes and assign waiting rollouts to workers."""
         for desk in self._desks:
             self._settle(desk)
-        ready = [desk for desk in self._desks if self.crew.ready(desk.worker)]
+        ready = [desk for desk in self._desks if self.group.ready(desk.worker)]
         while self._waiting and ready:
             number, rollout = self._waiting.popleft()
             desk = min(ready, key=lambda d: len(d.asked))
@@ -154,12 +154,12 @@ class RewardWorkerGroup:
             if desk.asked and desk.call is None:
                 told = without_media([desk.asked[number] for number in desk.fresh])
                 numbered = list(zip(desk.fresh, told, strict=True))
-                self.crew.begin(desk, "exchange", self.client, numbered, TURN_SECONDS)
+                self.group.begin(desk, "exchange", self.client, numbered, TURN_SECONDS)
                 desk.fresh = []
 
     def _settle(self, desk: _WorkerSlot) -> None:
         try:
-            found = self.crew.take(desk)
+            found = self.group.take(desk)
         except WorkerLost as lost:
             self._lose(desk, str(lost))
             return

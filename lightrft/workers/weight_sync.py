@@ -108,7 +108,7 @@ class WeightSync:
     Args:
         workers: the workers. Empty on other ranks than 0.
         limits: timeouts and restarts of workers.
-        hand: settings of the transfer.
+        settings: settings of the transfer.
         ranks: all ranks of the run.
 
     Raises:
@@ -120,22 +120,22 @@ class WeightSync:
         self,
         workers: Sequence[Worker],
         limits: FaultPolicy,
-        hand: WeightSyncConfig,
+        settings: WeightSyncConfig,
         ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.crew = WorkerGroup(workers, limits, self._give)
-        self.hand = hand
+        self.group = WorkerGroup(workers, limits, self._resend)
+        self.settings = settings
         self._ranks = ranks
-        self._senders = hand.ranks_that_send(ranks.size)
-        self._turns = SenderTurns(len(self._senders), hand.bucket)
+        self._senders = settings.ranks_that_send(ranks.size)
+        self._turns = SenderTurns(len(self._senders), settings.bucket)
         self._begun = False
         # of every weight that was sent or trained, in the version that workers hold
         self._sums: Fingerprint = {}
         self._kept = KeptCopies()
         self._dtypes = HeldDtypes()
-        self._carrier: WeightTransport | None = None
+        self._transport: WeightTransport | None = None
         self._place: SenderPlace | None = None
-        self._lives: tuple[int, ...] = ()
+        self._starts: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
         self._resent = 0
         self._cost = UpdateCost()
@@ -163,14 +163,14 @@ class WeightSync:
     def take_counts(self) -> dict[str, float]:
         """See ``HasEventCounts``."""
         resent, self._resent = self._resent, 0
-        restarts = self.crew.take_restarts()
+        restarts = self.group.take_restarts()
         return {"restarts": restarts, "weights_resent": resent, **self._cost.take()}
 
     def close(self) -> None:
         """End the workers."""
         if self._server is not None:
             self._server.close()
-        self.crew.close()
+        self.group.close()
 
     @property
     def _is_first(self) -> bool:
@@ -196,42 +196,44 @@ class WeightSync:
             self._cost.num_bytes += part.num_bytes
         arrived = all(part.arrived for part in parts)
         if not arrived:
-            self._close_carrier()
+            self._close_transport()
         return run_on_all_ranks(self._ranks, lambda: self._settled(arrived))[0]
 
     def _prepared(self) -> _Plan | None:
         """Return what other ranks must know of the workers. Rank 0 looks after them."""
         if not self._is_first:
             return None
-        self.crew.settle()
+        self.group.settle()
         # This call also detects workers that were lost since the last transfer.
-        there = self.crew.each("ping" if self._begun else "fingerprint")
+        there = self.group.each("ping" if self._begun else "fingerprint")
         dtypes, sums = self._dtypes, self._sums
         if not self._begun:
             dtypes, sums = _at_start([found for found in there if found is not None])
-        self.crew.settle()
-        reopens = self._carrier is None or self._lives != self.crew.lives
+        self.group.settle()
+        reopens = self._transport is None or self._starts != self.group.starts
         # Read before the transport is made: a worker restarted in between reopens it next time.
-        self._lives = self.crew.lives
-        way = self._usable_way() if reopens else self.hand.way
+        self._starts = self.group.starts
+        way = self._usable_way() if reopens else self.settings.way
         meeting = self._meet() if reopens and way == "broadcast" else None
         sums = {} if self._begun else sums
         return _Plan(dtypes, sums, reopens, way, meeting, self._listened())
 
     def _usable_way(self) -> Way:
         """Return the way of the settings, or another one where it does not reach the workers."""
-        way, device = self.hand.way, self.hand.device
+        way, device = self.settings.way, self.settings.device
         own = device_name(device)
         # Several ranks send only to engines with whole devices, see ``most_senders``.
         if way != "broadcast" or not own or len(self._senders) > 1:
             return way
-        return usable_way(own, self.crew.each("weights", "device_name", device.type))
+        return usable_way(own, self.group.each("weights", "device_name", device.type))
 
     def _meet(self) -> Meeting:
         """Open the store of a broadcast, and return where it is."""
-        hand = self.hand
-        seconds = self.crew.limits.call_timeout
-        self._place = open_meeting(hand.host, len(self._senders), len(self.crew.workers), seconds)
+        settings = self.settings
+        seconds = self.group.limits.call_timeout
+        self._place = open_meeting(
+            settings.host, len(self._senders), len(self.group.workers), seconds
+        )
         return self._place.meeting
 
     def _listened(self) -> Meeting | None:
@@ -239,8 +241,10 @@ class WeightSync:
         if len(self._senders) == 1:
             return None
         if self._requests is None:
-            hand, seconds = self.hand, self.crew.limits.call_timeout
-            self._requests = CopyRequests(hand.host, len(self._senders), seconds, hand.bucket)
+            settings, seconds = self.settings, self.group.limits.call_timeout
+            self._requests = CopyRequests(
+                settings.host, len(self._senders), seconds, settings.bucket
+            )
         return self._requests.meeting
 
     def _part(self, weights: Weights, plan: _Plan, copies: dict[str, Tensor]) -> _Part:
@@ -254,7 +258,7 @@ class WeightSync:
             return self._sent(stream, self._sender, copies)
         except BaseException:
             # The workers would wait for this rank.
-            self._close_carrier()
+            self._close_transport()
             raise
         finally:
             # Every rank must exhaust the stream, since gathering a tensor is a collective call.
@@ -269,8 +273,8 @@ class WeightSync:
             plan.requests,
             self._sender,
             lambda: self._kept,
-            self.crew.limits.call_timeout,
-            self.hand.bucket,
+            self.group.limits.call_timeout,
+            self.settings.bucket,
         )
 
     def _sent(
@@ -282,21 +286,21 @@ class WeightSync:
         cost, sums = UpdateCost(), dict(self._sums)
         mine = self._own(stream, sender, sums, cost)
         # Without a transport the weights are still copied, since each worker is sent that copy.
-        carrier = self._carrier or RayObject((), self.hand.bucket, 0.0)
-        for slot, layout in fill(mine, carrier.slots):
-            keeper.take(carrier.slots[slot][: used(layout)].cpu(), layout)
+        transport = self._transport or RayObject((), self.settings.bucket, 0.0)
+        for slot, layout in fill(mine, transport.slots):
+            keeper.take(transport.slots[slot][: used(layout)].cpu(), layout)
             self._step("send", slot, layout)
         self._step("flush")
         changed = {name: total for name, total in sums.items() if total != self._sums.get(name)}
-        return _Part(self._carrier is not None, changed, cost.num_bytes)
+        return _Part(self._transport is not None, changed, cost.num_bytes)
 
     def _own(
         self, stream: Iterator[tuple[str, Tensor]], sender: int, sums: Fingerprint, cost: UpdateCost
     ) -> Iterator[tuple[str, Tensor] | None]:
         """Yield the weights of ``sender`` that workers lack, in their dtypes, and None at the end
         of a turn. Update the checksums ``sums``, and count bytes in ``cost``."""
-        trained = self.hand.trained if self._begun else None
-        everything = not self.hand.only_changed
+        trained = self.settings.trained if self._begun else None
+        everything = not self.settings.only_changed
         mine = False
         self._turns.begin()
         for name, tensor in stream:
@@ -321,27 +325,32 @@ class WeightSync:
             self._step("end_turn")
 
     def _open(self, plan: _Plan) -> None:
-        """Open the transport if ``plan`` asks for it. ``_carrier`` is None if it fails."""
+        """Open the transport if ``plan`` asks for it. ``_transport`` is None if it fails."""
         if not plan.reopens:
             return
-        self._close_carrier()
-        hand, limits = self.hand, self.crew.limits
+        self._close_transport()
+        settings, limits = self.settings, self.group.limits
 
         def make() -> None:
             place = self._place
             if plan.meeting is not None and not self._is_first:
                 assert self._sender is not None
                 place = plan.meeting.enter(self._sender, limits.call_timeout)
-            self._carrier = build_transport(
-                plan.way, self.crew.workers, hand.bucket, hand.device, limits.call_timeout, place
+            self._transport = build_transport(
+                plan.way,
+                self.group.workers,
+                settings.bucket,
+                settings.device,
+                limits.call_timeout,
+                place,
             )
 
         self._carried(make)
 
     def _step(self, method: str, *args: object) -> None:
         """Call ``method`` of the transport, unless it has failed."""
-        if self._carrier is not None:
-            self._carried(getattr(self._carrier, method), *args)
+        if self._transport is not None:
+            self._carried(getattr(self._transport, method), *args)
 
     def _carried(self, step: Callable[..., None], *args: object) -> None:
         """Run ``step`` of the transport, which is closed if that fails."""
@@ -352,12 +361,12 @@ class WeightSync:
                 "weights did not reach all workers (%s); they are sent again, one worker at a time",
                 first_line(error),
             )
-            self._close_carrier()
+            self._close_transport()
 
-    def _close_carrier(self) -> None:
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            carrier.close()
+    def _close_transport(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
     def _settled(self, arrived: bool) -> Fingerprint:
         """Return the common fingerprint of all workers. Rank 0 asks them."""
@@ -365,33 +374,33 @@ class WeightSync:
             return {}
         self._found = {}
         if arrived:
-            settled = self.crew.each("settle", self.version)
-            for worker, found in zip(self.crew.workers, settled):
+            settled = self.group.each("settle", self.version)
+            for worker, found in zip(self.group.workers, settled):
                 # A lost worker gives None. Its restart stores the fingerprint, which must stay.
                 if found:
                     self._found[id(worker)] = found
         else:
             self._resent += 1
             # A worker that was lost during the transfer comes back with the weights.
-            self.crew.settle()
-            for worker in self.crew.workers:
-                self.crew.beside(worker, self._give_again)
-        self.crew.settle()  # restarted workers have received the weights now
+            self.group.settle()
+            for worker in self.group.workers:
+                self.group.beside(worker, self._check_and_resend)
+        self.group.settle()  # restarted workers have received the weights now
         return self._agreed(self._sums)
 
-    def _give_again(self, worker: Worker) -> None:
+    def _check_and_resend(self, worker: Worker) -> None:
         """Send the newest weights as messages, after a transfer that failed."""
         # The failed transfer has already waited for this worker, so it gets only a short timeout.
-        worker.call("ping").result(self.crew.limits.grace)
-        self._give(worker)
+        worker.call("ping").result(self.group.limits.grace)
+        self._resend(worker)
 
-    def _give(self, worker: Worker) -> None:
+    def _resend(self, worker: Worker) -> None:
         """Send the newest weights to ``worker``, if any have been sent before."""
         if not self._begun:
             return
-        silence, kept = self.crew.limits.call_timeout, self._kept
+        silence, kept = self.group.limits.call_timeout, self._kept
         # Messages, not the transport: that would need all workers of the group to take part.
-        slots = RayObject((), self.hand.bucket, 0.0).slots
+        slots = RayObject((), self.settings.bucket, 0.0).slots
         for slot, layout in fill(kept.weights.items(), slots):
             data = slots[slot][: used(layout)].numpy()
             worker.call("weights", "put", data, layout).result(silence)
@@ -414,7 +423,7 @@ class WeightSync:
         odd = {name for other in others for name, _ in first.items() ^ other.items()}
         odd |= {name for name, total in sums.items() if total != first.get(name)}
         if odd:
-            names = ", ".join(worker.name for worker in self.crew.workers)
+            names = ", ".join(worker.name for worker in self.group.workers)
             raise ModelError(
                 f"{names} do not hold the weights of version {self.version} that they were sent: "
                 f"{len(odd)} differ, e.g. {min(odd)!r}; set launch.ray.weights to another way if "

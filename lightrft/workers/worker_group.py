@@ -62,12 +62,12 @@ Reply = tuple[Any, ...]
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A worker and its pending call, made in its start number ``life``."""
+    """A worker and its pending call, made in its start number ``start``."""
 
     worker: Worker
     call: Future[Any] | None = None
     since: float = 0.0
-    life: int = 0
+    start: int = 0
 
 
 class WorkerGroup:
@@ -97,9 +97,9 @@ class WorkerGroup:
         self._coming: dict[int, Future[None]] = {}
         self._in_a_row: Counter[int] = Counter()
         self._busy: Counter[int] = Counter()
-        self._lives: Counter[int] = Counter()
+        self._starts: Counter[int] = Counter()
         # A thread per worker: a restart may wait for minutes, and must not delay another one.
-        self._starts = ThreadPoolExecutor(
+        self._restarter = ThreadPoolExecutor(
             max(1, len(self.workers)), thread_name_prefix="worker-start"
         )
 
@@ -118,47 +118,47 @@ class WorkerGroup:
                 del self._coming[id(worker)]
         return True
 
-    def take(self, seat: PendingCall) -> Reply:
-        """Return the result of the call of ``seat``, if the call is done.
+    def take(self, pending: PendingCall) -> Reply:
+        """Return the result of the call of ``pending``, if the call is done.
 
         Exceptions of the call are raised. After ``WorkerLost`` the worker is restarting.
         """
-        call = seat.call
+        call = pending.call
         if call is None:
             return ()
         if not call.done():
-            if time.monotonic() - seat.since <= self.limits.call_timeout:
+            if time.monotonic() - pending.since <= self.limits.call_timeout:
                 return ()
             reason = f"no response for {self.limits.call_timeout:g} s"
         else:
-            seat.call = None
+            pending.call = None
             try:
                 found = call.result()
             except WorkerLost as lost:
                 reason = str(lost)
             else:
-                self.heard(seat.worker)
+                self.answered(pending.worker)
                 return (found,)
-        seat.call = None
-        self.revive(seat.worker, reason, seat.life)
+        pending.call = None
+        self.revive(pending.worker, reason, pending.start)
         raise WorkerLost(reason)
 
-    def begin(self, seat: PendingCall, method: str, *args: object) -> None:
-        """Start the call of ``seat``. The caller must take its result before the next call.
+    def begin(self, pending: PendingCall, method: str, *args: object) -> None:
+        """Start the call of ``pending``. The caller must take its result before the next call.
 
         Args:
-            seat: the worker to call.
+            pending: the worker to call.
             method: name of the method.
             args: arguments of the method.
         """
-        seat.life, seat.since = self._lives[id(seat.worker)], time.monotonic()
-        seat.call = seat.worker.call(method, *args)
+        pending.start, pending.since = self._starts[id(pending.worker)], time.monotonic()
+        pending.call = pending.worker.call(method, *args)
 
-    def outcome(self, seat: PendingCall) -> Reply:
-        """Wait for the call of ``seat`` and return its result, or () without a call."""
-        while seat.call is not None:
-            wait([seat.call], timeout=LOOK_SECONDS)
-            if found := self.take(seat):
+    def outcome(self, pending: PendingCall) -> Reply:
+        """Wait for the call of ``pending`` and return its result, or () without a call."""
+        while pending.call is not None:
+            wait([pending.call], timeout=LOOK_SECONDS)
+            if found := self.take(pending):
                 return found
         return ()
 
@@ -166,49 +166,49 @@ class WorkerGroup:
         """Call ``method`` on each worker and return the results. A restarting or lost worker gives
         None.
         """
-        seats = [PendingCall(worker) for worker in self.workers]
-        for seat in seats:
-            if self.ready(seat.worker):
-                self.begin(seat, method, *args)
+        pending_calls = [PendingCall(worker) for worker in self.workers]
+        for pending in pending_calls:
+            if self.ready(pending.worker):
+                self.begin(pending, method, *args)
         found = []
-        for seat in seats:
+        for pending in pending_calls:
             outcome: Reply = ()
             # If it is lost, its restart has begun.
             with suppress(WorkerLost):
-                outcome = self.outcome(seat)
+                outcome = self.outcome(pending)
             found.append(outcome[0] if outcome else None)
         return found
 
     @property
-    def lives(self) -> tuple[int, ...]:
+    def starts(self) -> tuple[int, ...]:
         """The number of restarts of each worker so far."""
-        return tuple(self._lives[id(worker)] for worker in self.workers)
+        return tuple(self._starts[id(worker)] for worker in self.workers)
 
-    def heard(self, worker: Worker) -> None:
+    def answered(self, worker: Worker) -> None:
         """Record a successful call of ``worker``: its count of consecutive restarts is reset."""
         with self._lock:
             self._in_a_row.pop(id(worker), None)
 
-    def revive(self, worker: Worker, reason: str, life: int | None = None) -> None:
+    def revive(self, worker: Worker, reason: str, start: int | None = None) -> None:
         """Restart ``worker`` in the background.
 
         Args:
             worker: the lost worker.
             reason: cause, for the log.
-            life: start number in which it was lost. A later start is not repeated. None always
+            start: start number in which it was lost. A later start is not repeated. None always
                 restarts.
         """
         with self._lock:
             # Several pending calls fail when one worker dies. It must be restarted only once.
-            stale = life is not None and life != self._lives[id(worker)]
+            stale = start is not None and start != self._starts[id(worker)]
             if id(worker) not in self._coming and not stale:
-                self._coming[id(worker)] = self._starts.submit(self._start, worker, reason)
+                self._coming[id(worker)] = self._restarter.submit(self._start, worker, reason)
 
     def beside(self, worker: Worker, work: Callable[[Worker], None]) -> None:
         """Run ``work`` with ``worker`` in the background. A worker that is lost is restarted."""
         with self._lock:
             if id(worker) not in self._coming:
-                self._coming[id(worker)] = self._starts.submit(self._beside, worker, work)
+                self._coming[id(worker)] = self._restarter.submit(self._beside, worker, work)
 
     def settle(self) -> None:
         """Wait until no worker is restarting. Raises ``WorkerError`` when one is given up."""
@@ -224,15 +224,15 @@ class WorkerGroup:
         If the worker is lost, the call is repeated on another one. Thread-safe.
         """
         while True:
-            worker, life = self._choose()
+            worker, start = self._choose()
             try:
                 found = worker.call(method, *args).result(self.limits.call_timeout)
             except (WorkerLost, TimeoutError) as error:
                 # A ``TimeoutError`` has no text.
                 reason = str(error) or f"no response for {self.limits.call_timeout:g} s"
-                self.revive(worker, reason, life)
+                self.revive(worker, reason, start)
             else:
-                self.heard(worker)
+                self.answered(worker)
                 return found
             finally:
                 with self._lock:
@@ -248,7 +248,7 @@ class WorkerGroup:
         """End the workers."""
         self._closed = True
         # Not waited for: a restart may take minutes, and ``_start`` looks at ``_closed``.
-        self._starts.shutdown(wait=False, cancel_futures=True)
+        self._restarter.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
             worker.close()
 
@@ -260,7 +260,7 @@ class WorkerGroup:
                     # Counted under the same lock, so that two threads do not choose the same one.
                     worker = min(there, key=lambda w: self._busy[id(w)])
                     self._busy[id(worker)] += 1
-                    return worker, self._lives[id(worker)]
+                    return worker, self._starts[id(worker)]
                 coming = list(self._coming.values())
             wait(coming, return_when="FIRST_COMPLETED")
 
@@ -274,7 +274,7 @@ class WorkerGroup:
         while True:
             with self._lock:
                 self.restarts += 1
-                self._lives[id(worker)] += 1
+                self._starts[id(worker)] += 1
                 # Counted before the restart is tried: one that fails counts as well.
                 self._in_a_row[id(worker)] += 1
                 tried = self._in_a_row[id(worker)] - 1

@@ -123,7 +123,7 @@ class Subject:
 def engine_of(name: str, made: Rig, media: list[MediaKind] | None = None) -> Engine:
     settings = EngineConfig(max_num_seqs=8)
     if name == "native":
-        decoder = KVDecoder(made.actor.model).apart()
+        decoder = KVDecoder(made.actor.model).with_own_weights()
         return NativeEngine(decoder, made.tokenizer, settings, shared=False)
     model = ModelConfig(path=str(made.path))
     kinds = media_kinds(model) if media is None else media

@@ -79,11 +79,13 @@ def learned(
     }
 
 
-def apart(model: Backbone, team: ModelParallelGroup, batch: Batch, call: Call) -> list[float]:
+def apart(
+    model: Backbone, model_parallel_group: ModelParallelGroup, batch: Batch, call: Call
+) -> list[float]:
     """The largest differences of what ``call`` gives and of gradients, between a team and the model alone."""
     with Float64() if model.base.dtype == torch.float64 else nullcontext():
         expected, wanted = learned(model, batch, call)
-        model.team = team
+        model.model_parallel_group = model_parallel_group
         found, grads = learned(model, batch, call)
     for grad in grads.values():
         dist.all_reduce(grad)
@@ -148,14 +150,14 @@ def tensor_gaps(ranks: ProcessGroup) -> dict[str, list[float]]:
     return gaps
 
 
-def held(team: ModelParallelGroup) -> dict[str, int]:
+def held(model_parallel_group: ModelParallelGroup) -> dict[str, int]:
     """Bytes that a model holds for its backward pass, alone and in a team."""
     actor = Actor(small_model("qwen2", num_hidden_layers=4), ModelConfig(logits_mb=1))
     batch = ragged_batch([60, 40], [200, 150, 90, 210], [0, 0, 1, 1])
     found = {}
     for name in ("alone", "team"):
         if name == "team":
-            actor.team = team
+            actor.model_parallel_group = model_parallel_group
         seen = {p.untyped_storage().data_ptr(): 0 for p in actor.parameters()}
 
         def note(x: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
@@ -170,12 +172,15 @@ def held(team: ModelParallelGroup) -> dict[str, int]:
 
 
 def models(ranks: ProcessGroup, folder: Path) -> dict[str, Any]:
-    team, _ = build_parallel_groups(ranks, ranks.size)
-    gaps = {name: apart(model, team, batch, call) for name, model, batch, call in cells(folder)}
+    model_parallel_group, _ = build_parallel_groups(ranks, ranks.size)
+    gaps = {
+        name: apart(model, model_parallel_group, batch, call)
+        for name, model, batch, call in cells(folder)
+    }
     return {
         "gaps": gaps,
         "tensor": tensor_gaps(ranks),
-        "held": held(team),
+        "held": held(model_parallel_group),
         "limit": limit_of(ranks),
     }
 

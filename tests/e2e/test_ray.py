@@ -356,9 +356,13 @@ def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes
         run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), NullObserver())
 
 
-def staffed(**staff: Any) -> dict[str, Any]:
+def roles_in_workers(**worker_counts: Any) -> dict[str, Any]:
     return {
-        "launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 0.2, "worker_cpus": 0.2, **staff}}
+        "launch": {
+            "kind": "ray",
+            "processes": 2,
+            "ray": {"cpus": 0.2, "worker_cpus": 0.2, **worker_counts},
+        }
     }
 
 
@@ -368,18 +372,18 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     """Of every role that keeps no state. A pause that is shorter than the limit changes nothing."""
     algorithm = {"preset": "grpo", "kl": {"coef": 0.01}, "distill": {"kind": "sampled"}}
     tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
-    staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
+    worker_counts = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
     # Loads within it on a busy machine too.
-    over = staffed(
-        **{f"{role}s": count for role, count in staff.items()},
+    over = roles_in_workers(
+        **{f"{role}s": count for role, count in worker_counts.items()},
         call_timeout_minutes=1.0,
         restarts=9,
     )
-    all_of = workers(*(f"{role} 0" for role in staff))
+    all_of = workers(*(f"{role} 0" for role in worker_counts))
     acts = {1: stopped(all_of, seconds=3), 2: killed(all_of), 3: stopped(workers("engine 0"))}
     assert "restarts" not in driven(config_of(tree, tmp_path, "cluster", **over), acts)
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
-    starts = {role: [int(row[f"{role}/restarts"]) for row in rows] for role in staff}
+    starts = {role: [int(row[f"{role}/restarts"]) for row in rows] for role in worker_counts}
     assert all(counts[1] == 0 and sum(counts[2:]) >= 1 for counts in starts.values()), starts
     assert sum(starts["engine"]) >= 2, starts
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
@@ -417,7 +421,7 @@ def test_a_sender_of_weights_that_is_killed_in_an_update_has_all_start_again_and
 ):
     """Each rank has all weights, so that rank 0 waits for the engines alone, and these for the rank that is gone."""
     over = {"strategy": {"hsdp_shard_size": 1}}
-    config = config_of(tree, tmp_path, "cluster", **deep_merge(staffed(engines=2), over))
+    config = config_of(tree, tmp_path, "cluster", **deep_merge(roles_in_workers(engines=2), over))
     mark = to_come(config, 3)
     mark.touch()
     summary = run_on_ray("tests.e2e.test_ray:with_a_sender_that_dies", config, NullObserver())
@@ -468,7 +472,7 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
     before = store_stats()
     run_on_ray(
         RL,
-        config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")),
+        config_of(tree, tmp_path, "cluster", **roles_in_workers(engines=1, weights="shared")),
         NullObserver(),
     )
     assert (
@@ -484,7 +488,9 @@ def test_an_engine_of_its_own_decodes_with_a_draft_model_and_changes_no_number(
     speculative = {"kind": "draft", "tokens": 3, "path": tree["model"]["path"]}
     engine = {"engine": {"speculative": speculative}, "train": {"steps": 2}}
     tree = deep_merge(tree, engine)
-    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1)), NullObserver())
+    run_on_ray(
+        RL, config_of(tree, tmp_path, "cluster", **roles_in_workers(engines=1)), NullObserver()
+    )
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
     first = read_rows(tmp_path / "cluster" / "metrics.jsonl")[0]
     # the draft model is the policy before its first update
@@ -498,7 +504,7 @@ def test_a_teacher_and_an_engine_that_are_killed_while_batches_are_generated_ahe
     """Two ranks train on responses that are a step old, with a reference that moves and all of the teacher's distribution."""
     tree = deep_merge(tree, beside(tmp_path / "teacher"))
     tree = deep_merge(tree, {"rollout": {"staleness": 1}, "train": {"steps": 4}})
-    over = staffed(engines=2, teachers=1, weights="message")
+    over = roles_in_workers(engines=2, teachers=1, weights="message")
     acts = {1: killed(workers("teacher 0")), 2: killed(workers("engine 0"))}
     assert "restarts" not in driven(config_of(tree, tmp_path, "cluster", **over), acts)
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")

@@ -150,7 +150,7 @@ class Office:
 
     host = "127.0.0.1"
 
-    def hire(self, kind: str, make: Maker) -> list[ProcessWorker]:
+    def start_workers(self, kind: str, make: Maker) -> list[ProcessWorker]:
         return [ProcessWorker(f"{kind} 0", make)]
 
 
@@ -178,7 +178,7 @@ class TwoEach(Office):
     def __init__(self) -> None:
         self.workers = {}
 
-    def hire(self, kind: str, make: Maker) -> list[ProcessWorker]:
+    def start_workers(self, kind: str, make: Maker) -> list[ProcessWorker]:
         self.workers |= {f"{kind} {i}": ProcessWorker(f"{kind} {i}", make) for i in range(2)}
         return [self.workers[f"{kind} {i}"] for i in range(2)]
 
@@ -205,12 +205,12 @@ def test_reward_models_and_judges_in_workers_give_the_numbers_of_one_process_als
     }
     tree = deep_merge(tree, {**PRESETS["grpo"], "reward": reward, "train": {"steps": 2}})
     one = train(tree, "one")
-    office = TwoEach()
-    monkeypatch.setattr(rl, "current_allocator", lambda: office)
+    allocator = TwoEach()
+    monkeypatch.setattr(rl, "current_allocator", lambda: allocator)
     found = train(
         tree,
         "workers",
-        Killer(office, "reward_model 1"),  # type: ignore[arg-type]
+        Killer(allocator, "reward_model 1"),  # type: ignore[arg-type]
         launch={"kind": "ray", "ray": {"reward_models": 2}},
     )
     check_equal(found, one)

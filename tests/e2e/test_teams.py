@@ -202,18 +202,18 @@ def test_heads_that_a_team_does_not_divide_are_refused_with_what_would(ranks, wa
         ModelError,
         match=rf"strategy.sequence_parallel = {ranks} does not divide the 4 heads .*{way}",
     ):
-        actor.team = ModelParallelGroup(0, ranks)
+        actor.model_parallel_group = ModelParallelGroup(0, ranks)
 
 
 def test_heads_are_shared_out_among_those_that_shared_layers_leave():
     actor = small_actor("qwen2", num_attention_heads=4, num_key_value_heads=2)
-    actor.team = ModelParallelGroup(0, 4)
+    actor.model_parallel_group = ModelParallelGroup(0, 4)
     with pytest.raises(
         ModelError,
         match=r"strategy.sequence_parallel = 4 .* the 2 heads .* strategy.tensor_parallel = 2 leaves .*1 of keys.*set it to 1 or 2$",
     ):
-        actor.team = ModelParallelGroup(0, 4, tensor=2)
-    actor.team = ModelParallelGroup(0, 2, tensor=2)
+        actor.model_parallel_group = ModelParallelGroup(0, 4, tensor=2)
+    actor.model_parallel_group = ModelParallelGroup(0, 2, tensor=2)
 
 
 def test_rows_of_their_own_are_refused_in_a_team():
@@ -222,7 +222,7 @@ def test_rows_of_their_own_are_refused_in_a_team():
         ModelError,
         match=r"strategy.sequence_parallel = 2 .*model.layout = padded.*set strategy.sequence_parallel=1",
     ):
-        actor.team = ModelParallelGroup(0, 2)
+        actor.model_parallel_group = ModelParallelGroup(0, 2)
 
 
 @pytest.mark.parametrize(

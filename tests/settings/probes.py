@@ -253,7 +253,7 @@ def handed(config: RLConfig) -> Any:
     engines = RemoteRoleBuilder(config, SINGLE_PROCESS, lambda kind, make: (), "here").engine(
         SimpleNamespace(model=torch.nn.Linear(1, 1)), strategy
     )
-    return str(engines.delivery.hand), str(engines.crew.limits)
+    return str(engines.delivery.settings), str(engines.group.limits)
 
 
 def decoded(tree: Tree, folder: Path) -> Any:

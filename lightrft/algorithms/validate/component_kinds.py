@@ -236,10 +236,10 @@ def _choices(function: Function, options: Collection[str]) -> dict[str, tuple[st
 
     Other annotations are not evaluated, since they may name torch types, which would import torch.
     """
-    bare = inspect.unwrap(function)
-    annotations = getattr(bare, "__annotations__", {})
+    unwrapped = inspect.unwrap(function)
+    annotations = getattr(unwrapped, "__annotations__", {})
     named = {name: hint for name, hint in annotations.items() if name in options}
-    names_in_scope = getattr(bare, "__globals__", {})
+    names_in_scope = getattr(unwrapped, "__globals__", {})
     try:
         hints = get_type_hints(SimpleNamespace(__annotations__=named), names_in_scope)
     except (NameError, TypeError):

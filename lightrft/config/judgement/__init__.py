@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, bare_names
+from lightrft.config.base import Settings, strings_as
 
 Form = Literal["pair", "best", "ranking", "rating", "rubric"]
 """Kind of a question to a judge."""
@@ -43,7 +43,7 @@ class QuestionConfig(Settings):
     """Offer a tie as the verdict of a ``pair``."""
     scale: tuple[float, float] = (1.0, 10.0)
     """Lowest and highest number of a ``rating``."""
-    rubric: Annotated[tuple[CriterionConfig, ...], bare_names("text")] = ()
+    rubric: Annotated[tuple[CriterionConfig, ...], strings_as("text")] = ()
     """Criteria of a ``rubric`` for rows that have none of their own: texts, or tables of text and
     weight."""
     criteria: str = ""

@@ -10,10 +10,10 @@ from lightrft.config.base import (
     NamedFunction,
     Settings,
     Tree,
-    bare_names,
     deep_merge,
     full_branches,
     is_branch,
+    strings_as,
 )
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS, other_verb
@@ -94,7 +94,7 @@ class PreferenceConfig(Settings):
     preset: str | None = None
     """Published row of settings to start from. ``null`` starts from the defaults, which are those
     of DPO."""
-    losses: Annotated[tuple[PreferenceLossConfig, ...], bare_names("name")] = Field(
+    losses: Annotated[tuple[PreferenceLossConfig, ...], strings_as("name")] = Field(
         (PreferenceLossConfig(name="sigmoid"),), min_length=1
     )
     """Losses whose weighted sum is minimised. All of one kind: of pairs, of labelled responses or

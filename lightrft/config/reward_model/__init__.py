@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import NamedFunction, Settings, bare_names
+from lightrft.config.base import NamedFunction, Settings, strings_as
 
 HeadKind = Literal["linear", "mlp", "classes", "ordinal", "gaussian", "ensemble"]
 """Form of a head, from a pooled state to a score."""
@@ -67,7 +67,7 @@ class RewardLossConfig(NamedFunction):
 class RewardModelConfig(Settings):
     """The form of a reward model, and what it learns from."""
 
-    heads: Annotated[tuple[RewardHeadConfig, ...], bare_names("name")] = Field(
+    heads: Annotated[tuple[RewardHeadConfig, ...], strings_as("name")] = Field(
         (RewardHeadConfig(),), min_length=1
     )
     """Scores that the model gives: names, or tables; see ``RewardHeadConfig``. The first one is the
@@ -86,7 +86,7 @@ class RewardModelConfig(Settings):
     time, height and width of a patch (M-RoPE). ``text`` counts tokens, as LightRFT trains its
     scalar reward models. ``null`` takes those that the folder was trained with, and ``model`` for a
     new reward model."""
-    losses: Annotated[tuple[RewardLossConfig, ...], bare_names("name")] = Field(
+    losses: Annotated[tuple[RewardLossConfig, ...], strings_as("name")] = Field(
         (RewardLossConfig(name="bradley_terry"),), min_length=1
     )
     """Losses whose weighted sum is minimised: names, or tables; see ``RewardLossConfig``."""

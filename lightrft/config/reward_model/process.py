@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import NamedFunction, Settings, bare_names
+from lightrft.config.base import NamedFunction, Settings, strings_as
 
 StepHeadKind = Literal["classes", "mlp", "linear", "regression", "tokens"]
 """Form of the head that scores steps."""
@@ -39,7 +39,7 @@ class ProcessModelConfig(Settings):
     """Token of a right step, for ``head: tokens``."""
     wrong: str = Field("-", min_length=1)
     """Token of a wrong step, for ``head: tokens``."""
-    losses: Annotated[tuple[StepLossConfig, ...], bare_names("name")] = Field(
+    losses: Annotated[tuple[StepLossConfig, ...], strings_as("name")] = Field(
         (StepLossConfig(name="cross_entropy"),), min_length=1
     )
     """Losses whose weighted sum is minimised: names, or tables; see ``StepLossConfig``."""

@@ -121,9 +121,9 @@ def _is_end(last: list[Message], *, of: list[Message]) -> bool:
     """Return True if messages ``of`` end with ``last``, apart from white space."""
     ends = of[len(of) - len(last) :] if len(last) <= len(of) else []
     pairs = list(zip(last, ends))
-    return bool(pairs) and all(_bare(one) == _bare(other) for one, other in pairs)
+    return bool(pairs) and all(_stripped(one) == _stripped(other) for one, other in pairs)
 
 
-def _bare(message: Message) -> tuple[object, object]:
+def _stripped(message: Message) -> tuple[object, object]:
     content = message["content"]
     return message["role"], content.strip() if isinstance(content, str) else content

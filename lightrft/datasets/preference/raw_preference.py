@@ -125,10 +125,10 @@ def check_distinct(
     """
     known = list(zip(names, responses, judged))
     for (name, one, own), (other_name, other, theirs) in itertools.combinations(known, 2):
-        if own != theirs and _bare(one) == _bare(other):
+        if own != theirs and _stripped(one) == _stripped(other):
             problem = f"{name} is equal to {other_name}, but one is better"
             raise MalformedRow(f"{where}: {problem}")
 
 
-def _bare(response: Raw) -> Raw:
+def _stripped(response: Raw) -> Raw:
     return response.strip() if isinstance(response, str) else response

@@ -34,7 +34,7 @@ from lightrft.diagnostics.memory.phases import (
     Lengths,
     Model,
     ProcessProfile,
-    drawing_answers,
+    generation_phases,
     heads_of,
     passes,
     reading,
@@ -106,13 +106,13 @@ def estimate_memory(
     """
     config = on_device(config, device)
     place = ProcessProfile(config, lengths, device, config.strategy, device.processes)
-    apart = staffed(config)
-    models = [model for model in _models(config) if model.name not in apart]
+    in_workers = roles_in_workers(config)
+    models = [model for model in _models(config) if model.name not in in_workers]
     kept = {model.name: place.held(model) for model in models}
     loaded = dict(kept)  # what is added to ``kept`` below does not exist while models are loaded
     # The policy itself then generates no training batch.
-    is_elsewhere = _in_copy(config, apart) or asks_server(config)
-    elsewhere = [*apart, "engine"] if is_elsewhere else apart
+    is_elsewhere = _in_copy(config, in_workers) or asks_server(config)
+    elsewhere = [*in_workers, "engine"] if is_elsewhere else in_workers
     draft = _draft(config)
     phases = _drawing(place, models, elsewhere, draft)
     if draft is not None and "engine" not in elsewhere:
@@ -129,7 +129,7 @@ def estimate_memory(
             at_the_same_time = {"generating at the same time": phases[0].total}
             for i, phase in enumerate(phases[1:], 1):
                 phases[i] = replace(phase, parts={**phase.parts, **at_the_same_time})
-    if _in_copy(config, apart):
+    if _in_copy(config, in_workers):
         ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
         assert not isinstance(config, ScoringConfig)
         parts = copy_bytes(config.engine, models[0])
@@ -140,7 +140,7 @@ def estimate_memory(
             phases.append(MemoryPhase(DRAWING, parts))
     if device.processes > 1:
         phases.append(reading(place, models, loaded))
-    if "engine" in apart:
+    if "engine" in in_workers:
         assert isinstance(config, RLConfig)
         kept["weights for engines"] = _for_engines(config, models[0], device)
     if "engine" not in elsewhere and phases and phases[0].name == DRAWING:
@@ -173,7 +173,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
     """
     config = on_device(config, device)
     found: dict[str, MemoryEstimate] = {}
-    for role in staffed(config):
+    for role in roles_in_workers(config):
         assert isinstance(config, RLConfig)
         # The number of workers that split the rows of a step.
         among = config.launch.ray.engines if role == "engine" else device.processes
@@ -193,7 +193,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
                 on_their_way = ModelMemory(on_their_way.weights + place.held(model).weights)
             else:
                 draft = _draft(config)
-                phases = list(drawing_answers(place, model, draft))
+                phases = list(generation_phases(place, model, draft))
                 kept = {"policy": place.held(model)}
                 if draft is not None:
                     kept[draft.name] = place.held(draft)
@@ -218,12 +218,12 @@ def on_device(config: TrainingConfig, device: Device) -> TrainingConfig:
     return config.model_copy(update={"model": model})
 
 
-def staffed(config: TrainingConfig) -> list[str]:
+def roles_in_workers(config: TrainingConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
-    staff = config.launch.ray.staff
-    return [role for name, role in ROLES.items() if staff[name]]
+    worker_counts = config.launch.ray.worker_counts
+    return [role for name, role in ROLES.items() if worker_counts[name]]
 
 
 def _models(config: TrainingConfig) -> Iterator[Model]:
@@ -358,7 +358,7 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
 
 
 def _drawing(
-    place: ProcessProfile, models: list[Model], apart: list[str], draft: Model | None
+    place: ProcessProfile, models: list[Model], in_workers: list[str], draft: Model | None
 ) -> list[MemoryPhase]:
     """Return the phases in which ranks generate.
 
@@ -368,14 +368,14 @@ def _drawing(
     Args:
         place: The kind of process.
         models: Models of a rank, the policy first.
-        apart: Roles that run in workers.
+        in_workers: Roles that run in workers.
         draft: Draft model of speculative decoding.
     """
     config = place.config
     ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
-    if "engine" in apart and not ahead:
+    if "engine" in in_workers and not ahead:
         return []
-    phases = list(drawing_answers(place, models[0], draft, evaluating="engine" in apart))
+    phases = list(generation_phases(place, models[0], draft, evaluating="engine" in in_workers))
     sleeps = config.strategy.offload_during_generation and place.device.kind != "cpu" and not ahead
     if not sleeps:
         return phases
@@ -390,12 +390,12 @@ def _drawing(
     return [replace(phase, resting=resting) for phase in phases]
 
 
-def _in_copy(config: TrainingConfig, apart: list[str]) -> bool:
+def _in_copy(config: TrainingConfig, in_workers: list[str]) -> bool:
     """Return True if each rank generates with a copy of the weights in vLLM or SGLang.
 
-    ``apart`` are the roles in workers.
+    ``in_workers`` are the roles in workers.
     """
-    if isinstance(config, ScoringConfig) or "engine" in apart or not generates(config):
+    if isinstance(config, ScoringConfig) or "engine" in in_workers or not generates(config):
         return False
     return config.engine.kind == "vllm" or config.engine.starts_server
 
@@ -468,8 +468,8 @@ def _for_engines(config: RLConfig, policy: Model, device: Device) -> ModelMemory
         device: Device of each process.
     """
     asked = config.launch.ray
-    hand = WeightSyncConfig(asked.weights, senders=most_senders(config, device.kind))
-    part = _trained_bytes(policy) / len(hand.ranks_that_send(device.processes))
+    transfer = WeightSyncConfig(asked.weights, senders=most_senders(config, device.kind))
+    part = _trained_bytes(policy) / len(transfer.ranks_that_send(device.processes))
     # One bucket is filled while the other is sent.
     buckets = 2.0 * asked.bucket_mb * MIB
     if device.kind != "cpu":

@@ -206,7 +206,7 @@ class ProcessProfile:
         return on_device(held(m.parameters, shares), shares)
 
     @property
-    def team(self) -> int:
+    def ranks_per_row(self) -> int:
         """The number of ranks that work on the same rows."""
         return self.strategy.tensor_parallel * self.strategy.sequence_parallel
 
@@ -225,7 +225,7 @@ def compiles_steps(engine: EngineConfig, device: Device, policy: Model) -> bool:
     return alone and engine.speculative is None and decodes_by_plan(policy.model.base.config)
 
 
-def drawing_answers(
+def generation_phases(
     place: ProcessProfile,
     policy: Model,
     draft: Model | None = None,
@@ -307,7 +307,7 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     config = place.config
     lengths = place.lengths
     model = m.model
-    groups = math.ceil(lengths.groups * place.team / place.among)
+    groups = math.ceil(lengths.groups * place.ranks_per_row / place.among)
     answers = groups * lengths.samples
     batch = meta_trace.largest_batch(
         groups,

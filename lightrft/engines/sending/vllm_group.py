@@ -93,11 +93,11 @@ class VLLMGroup(WeightTransport):
         """
         self._store.set(UPDATE_KEY, name)
         try:
-            self._ask_apart("/start_weight_update")
+            self._ask_once("/start_weight_update")
         except Unanswered:
             # A run that ended during its update has left it open.
-            self._ask_apart("/finish_weight_update")
-            self._ask_apart("/start_weight_update")
+            self._ask_once("/finish_weight_update")
+            self._ask_once("/start_weight_update")
         for slot, layout in fill(weights, self.slots):
             self.send(slot, layout)
         self.flush()
@@ -106,7 +106,7 @@ class VLLMGroup(WeightTransport):
         self.uncompared |= {other for one in said for other in one["uncompared"]}
         return [one["received"] for one in said]
 
-    def _ask_apart(self, path: str) -> None:
+    def _ask_once(self, path: str) -> None:
         """Ask ``path`` once. After an error vLLM closes the connection, so no other request may be
         sent over it."""
         self.client.ask("POST", path, {}, headers={"Connection": "close"}, once=True)

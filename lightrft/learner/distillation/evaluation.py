@@ -73,15 +73,15 @@ def _measured(
         max_tokens: Largest number of tokens of a micro-batch.
     """
     verify_models(roles, lesson)
-    layout, teams = roles.actor.layout, roles.strategy.data_parallel_group
+    layout, data_parallel_group = roles.actor.layout, roles.strategy.data_parallel_group
     metrics, total = Metrics(), torch.zeros((), device=roles.device)
     for batch, loss_of in lesson_parts(roles, lesson, settings):
-        for part in local_micro_batches(batch, max_tokens, layout, teams):
+        for part in local_micro_batches(batch, max_tokens, layout, data_parallel_group):
             loss, own = loss_of(part.of(batch).to(roles.device))
             total = total + loss
             metrics.merge(own)
-    metrics = all_reduce_metrics(metrics, teams)
+    metrics = all_reduce_metrics(metrics, data_parallel_group)
     by_response = settings.aggregation == "sequence"
     count = len(lesson.batch) if by_response else float(token_weights_of(lesson.batch).sum())
-    metrics.add("loss", Mean(float(teams.sum(total)) * count, count))
+    metrics.add("loss", Mean(float(data_parallel_group.sum(total)) * count, count))
     return metrics

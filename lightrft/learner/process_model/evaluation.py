@@ -150,14 +150,14 @@ def compute_steps(
         strategy: Gives the ranks and the device.
         max_tokens: Largest number of tokens of a micro-batch.
     """
-    teams = strategy.data_parallel_group
+    data_parallel_group = strategy.data_parallel_group
     values = torch.zeros(batch.tokens, 2, dtype=torch.float64)
-    for part in local_micro_batches(batch, max_tokens, model.layout, teams):
+    for part in local_micro_batches(batch, max_tokens, model.layout, data_parallel_group):
         found = model.score_steps(part.of(batch).to(strategy.device))
         places = rows_of(batch.lengths, part.index)[found.places.cpu()]
         values[places] = torch.stack([found.logits, found.scores], 1).double().cpu()
     # Every row is computed by one rank and is 0 on the others, so the sum is a gather.
-    logits, scores = teams.sum(values)[require_column(batch.step_ends)].unbind(1)
+    logits, scores = data_parallel_group.sum(values)[require_column(batch.step_ends)].unbind(1)
     return logits, scores
 
 

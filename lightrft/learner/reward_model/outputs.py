@@ -55,17 +55,17 @@ def compute_outputs(
         strategy: Gives the ranks and the device.
         max_tokens: Largest number of tokens of a micro-batch.
     """
-    teams = strategy.data_parallel_group
+    data_parallel_group = strategy.data_parallel_group
     found: dict[str, HeadOutputs] = {}
     parts: list[tuple[Tensor, Tensor]] = []
-    for part in local_micro_batches(batch, max_tokens, model.layout, teams):
+    for part in local_micro_batches(batch, max_tokens, model.layout, data_parallel_group):
         found = model.score(part.of(batch).to(strategy.device))
         parts.append((part.index, joined(found).double().cpu()))
     matrix = torch.zeros(len(batch), parts[0][1].shape[1], dtype=torch.float64)
     for index, values in parts:
         matrix[index] = values
     # Every row is computed by one rank and is 0 on the others, so the sum is a gather.
-    return separated(teams.sum(matrix), found)
+    return separated(data_parallel_group.sum(matrix), found)
 
 
 def responses_of(

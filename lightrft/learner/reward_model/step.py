@@ -258,7 +258,7 @@ def verify_layout(
         return
     trained.layout_verified = True
     layout = model.layout
-    if not model.config.check_layout or layout == "padded" or model.team.size > 1:
+    if not model.config.check_layout or layout == "padded" or model.model_parallel_group.size > 1:
         return
     # one group is enough, and the shortest costs least
     costs = batch.lengths + batch.prompts.lengths[batch.prompt_of]

@@ -118,7 +118,7 @@ class KVDecoder:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_parameters()
 
-    def apart(self) -> KVDecoder:
+    def with_own_weights(self) -> KVDecoder:
         """Return a decoder whose weights ``load`` can replace without any effect on this one.
 
         The two share the memory of frozen weights, and of all others until ``load``. They share

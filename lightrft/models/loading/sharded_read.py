@@ -285,7 +285,7 @@ def build_on_meta(
     keys = _keys(of_base, settings)
     # before the model is built, since its parameters take their dtype from it
     kind = dtype or _stored_dtype(of_base, settings, keys)
-    base = _bare(of_base, settings, kind)
+    base = _without_weights(of_base, settings, kind)
     types = {name: tensor.dtype for name, tensor in base.state_dict().items()}
     unread = _located(base, DeferredWeights(of_base, kind, types), keys)
     # before adapters are added, which stay trainable
@@ -335,8 +335,10 @@ def _stored_dtype(
     return torch.float32
 
 
-def _bare(config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype) -> PreTrainedModel:
-    """Build the bare model on the meta device, except for computed buffers."""
+def _without_weights(
+    config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype
+) -> PreTrainedModel:
+    """Build the model without weights, on the meta device, except for computed buffers."""
     options = {"attn_implementation": config.attention or family_of(settings).loaded_attention}
     try:
         with torch.device("meta"):

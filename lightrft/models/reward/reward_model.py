@@ -379,7 +379,7 @@ class RewardModel(Backbone):
             return dict.fromkeys(self.head_names, self.read_at(states, packed, packed.final))
         places, lengths = row_places(packed, batch)
         read = self.read_at(states, packed, places)
-        rows = SequencePart.rows(self.team, len(batch), self.device)
+        rows = SequencePart.rows(self.model_parallel_group, len(batch), self.device)
         if self.settings.pooling == "mean":
             pooled = mean_pooling(read, lengths)
             return dict.fromkeys(self.head_names, HiddenStates(rows.of(pooled), rows))
@@ -402,8 +402,8 @@ class RewardModel(Backbone):
             assert packed.final is not None
             # the end token is the last token of each response
             places = torch.zeros_like(packed.source).index_fill_(0, packed.final, 1)
-            if self.team.size > 1:
-                places = Row(self.team, packed.input_ids.numel()).own(places)
+            if self.model_parallel_group.size > 1:
+                places = Row(self.model_parallel_group, packed.input_ids.numel()).own(places)
             context = replaced_embeddings(self.base, self.end_token(), places.bool())
         with context:
             return super().states(packed, seen)

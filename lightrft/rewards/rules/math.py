@@ -24,11 +24,11 @@ from lightrft.rewards.rules.answer_extraction import (
 )
 from lightrft.rewards.rules.number_parsing import (
     is_unit,
+    maths_and_words,
     plain,
     quantity,
     same_quantity,
     tidy,
-    words_apart,
     written_out,
 )
 from lightrft.rewards.sandbox.results import UNGRADED
@@ -210,7 +210,7 @@ def _same_parts(gold: str, answer: str) -> bool:
 
     A name before and a unit after an expression may be on one side alone.
     """
-    (wanted, said), (given, told) = words_apart(gold), words_apart(answer)
+    (wanted, said), (given, told) = maths_and_words(gold), maths_and_words(answer)
     for parts, words in ((wanted, said), (given, told)):
         # A name, as in "Area = 5".
         if words and not parts[0] and re.match("[=:]", parts[1]):
@@ -268,11 +268,11 @@ def _is_words(text: str) -> bool:
 
 def _is_expression(text: str) -> bool:
     """Return whether a line is nothing but mathematics, so that it is the answer without a mark."""
-    bare = plain(tidy(text))
-    if quantity(bare) is not None:
+    answer_text = plain(tidy(text))
+    if quantity(answer_text) is not None:
         return True
-    has_words = re.search(r"(?<!\\)\b[A-Za-z]{2,}", bare)
-    return not has_words or len(bare.split()) == 1
+    has_words = re.search(r"(?<!\\)\b[A-Za-z]{2,}", answer_text)
+    return not has_words or len(answer_text.split()) == 1
 
 
 def _expression(text: str) -> str:

@@ -185,7 +185,7 @@ def _without_delimiters(text: str) -> str:
     return text.strip()
 
 
-def words_apart(text: str) -> tuple[list[str], list[str]]:
+def maths_and_words(text: str) -> tuple[list[str], list[str]]:
     r"""Split ``tidy`` text into mathematics and the words between: one more of the former.
 
     ``6\text{ hours and }30`` has the mathematics ``6`` and ``30``, and the words ``hours and``.

@@ -138,7 +138,7 @@ class RewardWorker:
         elif reward.batched:
             self._batch(reward, work.views)
         else:
-            self._together(reward, work.views)
+            self._score_batch(reward, work.views)
 
     def _score(self, reward: Reward, view: bytes) -> dict[str, float]:
         """Call a reward function on one pickled view."""
@@ -178,7 +178,7 @@ class RewardWorker:
             terms = self._guarded(partial(terms_of, rows[index]), self.deadline)
             self.tell(i=index, s=seconds, **terms)
 
-    def _together(self, reward: Reward, views: list[bytes]) -> None:
+    def _score_batch(self, reward: Reward, views: list[bytes]) -> None:
         """Run all calls in one event loop. If one blocks it, unfinished calls are retried alone."""
         import asyncio
 

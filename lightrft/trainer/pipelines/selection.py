@@ -119,17 +119,17 @@ def usable(group: Sequence[Line], config: SelectConfig, left_out: Counter[str]) 
     for line in group:
         text = line["response"]
         # The readers of rows compare responses without the white space around them.
-        bare = text.strip()
+        stripped = text.strip()
         if line.get("failed"):
             left_out["not scored"] += 1
         elif line["finish_reason"] == "length" and not config.keep_truncated:
             left_out["truncated"] += 1
-        elif not bare:
+        elif not stripped:
             left_out["empty"] += 1
-        elif bare in seen and (compares or config.distinct):
+        elif stripped in seen and (compares or config.distinct):
             left_out["equal to another"] += 1
         else:
-            seen.add(bare)
+            seen.add(stripped)
             reward = line.get("reward")
             answers.append(
                 Candidate(line["sample"], text, float("nan") if reward is None else reward)

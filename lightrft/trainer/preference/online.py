@@ -210,7 +210,7 @@ def prepare_online(
     steps = config.train.count_steps(len(stream.dataset), config.batch_size)
     check_labels(stream.dataset, config.reward, "data.sources")
     prompts = loaded_eval_prompts(config, tokenizer, processor, session, stream.dataset)
-    try_rewards(config.reward, stream.bare, tokenizer, session.ranks)
+    try_rewards(config.reward, stream.without_media, tokenizer, session.ranks)
     source = online_source(config, requirements)
     always_learns = requirements.kind == "labelled" and config.online.threshold is not None
     return OnlinePreferenceRun(

@@ -176,7 +176,7 @@ class ServerClient:
             f"{self.url} did not answer within deadline = {self.deadline:g} s: {problem}"
         )
 
-    def together(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def send_all(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return ``send`` of each item. At most ``most`` are computed at once."""
         with ThreadPoolExecutor(self.most) as threads:
             return list(threads.map(send, items))

@@ -60,7 +60,7 @@ class ServerPool:
         self._next = itertools.count()
         self._lock = threading.Lock()
 
-    def together(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def send_all(self, send: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return ``send`` of each item, with all servers busy at once."""
         with ThreadPoolExecutor(sum(client.most for client in self.clients)) as threads:
             return list(threads.map(send, items))

@@ -105,7 +105,7 @@ class RewardEndpoint:
         def ask(part: list[int]) -> tuple[list[float | str], dict[str, list[float]]]:
             return self._asked([rollouts[k] for k in part], forms)
 
-        for part, (scores, logs) in zip(parts, self.client.together(ask, parts), strict=True):
+        for part, (scores, logs) in zip(parts, self.client.send_all(ask, parts), strict=True):
             for place, k in enumerate(part):
                 found[k] = scores[place]
                 rollouts[k].terms |= {name: values[place] for name, values in logs.items()}

@@ -131,7 +131,7 @@ class ServedJudge:
 
     def _choices(self, bodies: Sequence[dict[str, Any]]) -> list[Mapping[str, Any] | Unanswered]:
         """Return the first choice of the answer to each request."""
-        return self.client.together(self._choice, bodies)
+        return self.client.send_all(self._choice, bodies)
 
     def _choice(self, body: dict[str, Any]) -> Mapping[str, Any] | Unanswered:
         if isinstance(body["messages"], Unanswered):

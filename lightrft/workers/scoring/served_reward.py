@@ -106,7 +106,7 @@ class ServedRewardModel:
                 return self._conversations([rollouts[k] for k in index.tolist()], messages)
             return self._asked(batch_to_json(batch.select(index)), len(index))
 
-        answers = self.client.together(part, parts)
+        answers = self.client.send_all(part, parts)
         for index, answer in zip(parts, answers, strict=True):
             for row, score in zip(index.tolist(), answer, strict=True):
                 found[row] = score

@@ -262,7 +262,7 @@ def test_an_engine_apart_with_cached_decoding_keeps_the_attention_that_was_loade
     decoder.by_plan = False
     loaded = model.config._attn_implementation
     model.config._attn_implementation = "lightrft"  # as training by plan leaves it
-    copy = decoder.apart()
+    copy = decoder.with_own_weights()
     copy.by_plan = False
     with copy.running():
         assert copy.model.config._attn_implementation == loaded

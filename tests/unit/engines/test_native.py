@@ -734,7 +734,10 @@ def test_an_engine_apart_draws_by_the_weights_that_it_was_given_and_leaves_the_p
     before = {n: p.clone() for n, p in policy.named_parameters()}
     requests = requests_of(prompts_of(9, 4), 2, itertools.cycle([12]))
     apart = NativeEngine(
-        KVDecoder(policy).apart(), engine_of(policy).tokenizer, EngineConfig(), shared=False
+        KVDecoder(policy).with_own_weights(),
+        engine_of(policy).tokenizer,
+        EngineConfig(),
+        shared=False,
     )
     wanted = {
         key: r.token_ids

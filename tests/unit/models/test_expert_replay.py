@@ -283,7 +283,7 @@ def test_the_reference_without_adapters_is_not_rerouted() -> None:
 def test_a_copied_decoder_records_its_own_calls() -> None:
     model = family_model("qwen3_moe", eos_token_id=None)
     decoder = KVDecoder(model, ExpertReplay(model))
-    other = decoder.apart()
+    other = decoder.with_own_weights()
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     copied = NativeEngine(other, tokenizer, EngineConfig(), shared=False)

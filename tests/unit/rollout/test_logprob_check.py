@@ -151,7 +151,9 @@ def test_quantization_is_named_where_it_may_be_the_cause() -> None:
 def test_weights_that_were_not_transferred_are_named() -> None:
     actor = actor_of()
     engine = engine_of(actor)
-    apart = NativeEngine(engine.decoder.apart(), engine.tokenizer, EngineConfig(), shared=False)
+    apart = NativeEngine(
+        engine.decoder.with_own_weights(), engine.tokenizer, EngineConfig(), shared=False
+    )
     held = apart.load_weights([], 0)
     assert unequal_weight(held, actor.model.named_parameters()) == ""
     with torch.no_grad():

@@ -22,7 +22,9 @@ from tests.unit.rollout.test_logprob_check import SAMPLINGS, actor_of, engine_of
 
 def own_engine(actor: Actor) -> NativeEngine:
     shared = engine_of(actor)
-    return NativeEngine(shared.decoder.apart(), shared.tokenizer, EngineConfig(), shared=False)
+    return NativeEngine(
+        shared.decoder.with_own_weights(), shared.tokenizer, EngineConfig(), shared=False
+    )
 
 
 def groups_of(

@@ -314,11 +314,13 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
             peak = peak_of_loading(
                 folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)
             )
-            team = peak_of_loading(
+            model_parallel_group = peak_of_loading(
                 folder / "large",
                 Fsdp2Strategy(StrategyConfig(device="cpu", tensor_parallel=2), ranks),
             )
-            torch.save({"peak": peak, "team": team}, folder / f"found-{size}-{rank}.pt")
+            torch.save(
+                {"peak": peak, "team": model_parallel_group}, folder / f"found-{size}-{rank}.pt"
+            )
             # rank 0 has the store, which the others need to make their groups
             torch.distributed.barrier()
             return

@@ -77,9 +77,9 @@ class Trainer:
         self.workers = (
             [ProcessWorker(f"engine {i}", Shelf) for i in range(2)] if not ranks.rank else []
         )
-        hand = WeightSyncConfig("broadcast", BUCKET)
+        transfer = WeightSyncConfig("broadcast", BUCKET)
         limits = FaultPolicy(restarts=2, call_timeout=SECONDS)
-        self.engines = EngineWorkerGroup(self.workers, EngineConfig(), limits, hand, ranks)
+        self.engines = EngineWorkerGroup(self.workers, EngineConfig(), limits, transfer, ranks)
 
     def gathered(
         self, weights: Mapping[str, Tensor], at: str = "", act: Any = None
@@ -95,8 +95,8 @@ class Trainer:
 
     def held(self) -> list[Any]:
         """The fingerprints of all workers, on rank 0."""
-        self.engines.crew.settle()
-        return self.engines.crew.each("fingerprint")
+        self.engines.group.settle()
+        return self.engines.group.each("fingerprint")
 
 
 def updates(trainer: Trainer) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def updates(trainer: Trainer) -> dict[str, Any]:
     # a worker that was lost between updates has the copies of both ranks
     if trainer.workers:
         trainer.workers[1].signal(signal.SIGKILL)
-        engines.crew.each("ping")
+        engines.group.each("ping")
         found["restarted"] = trainer.held()
     trainer.told()
 

@@ -132,7 +132,7 @@ def losses(engines: EngineWorkerGroup) -> dict[str, float]:
     return {n: c for n, c in engines.take_counts().items() if not n.startswith("update")}
 
 
-def hand(way: Way = "message", **more: object) -> WeightSyncConfig:
+def transfer(way: Way = "message", **more: object) -> WeightSyncConfig:
     return WeightSyncConfig(way=way, bucket=20_000, **more)  # type: ignore[arg-type]
 
 
@@ -140,7 +140,7 @@ def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(
     folder: Path, two: list[ProcessWorker]
 ) -> None:
     weights, requests = other_weights(folder), requests_of()
-    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, transfer())
     found = engines.load_weights(weights.items(), 7)
     local = local_engine(folder, weights, 7)
     assert found == {name: checksum(tensor) for name, tensor in weights.items()}
@@ -156,7 +156,7 @@ def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(
 def test_an_answer_that_was_begun_goes_on_and_one_that_is_stopped_comes_back_as_it_is(
     folder: Path, two: list[ProcessWorker]
 ) -> None:
-    engines, requests = EngineWorkerGroup(two, CONFIG, LIMITS, hand()), requests_of(12, 4)
+    engines, requests = EngineWorkerGroup(two, CONFIG, LIMITS, transfer()), requests_of(12, 4)
     engines.load_weights(other_weights(folder).items(), 1)
     whole = {r.seed: r.token_ids for r in answers(engines, requests)}
     seen = itertools.count()
@@ -182,7 +182,7 @@ def compiling_worker(folder: Path) -> EngineWorker:
 
 def test_compiled_steps_of_all_workers_are_counted_in_the_metrics(folder: Path) -> None:
     workers = [ProcessWorker(f"engine {i}", partial(compiling_worker, folder)) for i in range(2)]
-    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, transfer())
     assert compiled_steps.compile_metrics(engines).compute() == {}
     found = []
     # a shape is compiled when it occurs again
@@ -201,7 +201,7 @@ def test_compiled_steps_of_all_workers_are_counted_in_the_metrics(folder: Path) 
 def test_a_job_that_nobody_waits_for_any_more_is_forgotten(
     folder: Path, two: list[ProcessWorker]
 ) -> None:
-    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, transfer())
     drawing = engines.generate(requests_of(), SAMPLING)
     next(drawing)
     drawing.close()
@@ -211,7 +211,7 @@ def test_a_job_that_nobody_waits_for_any_more_is_forgotten(
 def test_a_request_that_no_engine_can_hold_is_refused_before_anything_is_drawn(
     two: list[ProcessWorker],
 ) -> None:
-    engines = EngineWorkerGroup(two, EngineConfig(max_cache_tokens=20), LIMITS, hand())
+    engines = EngineWorkerGroup(two, EngineConfig(max_cache_tokens=20), LIMITS, transfer())
     with pytest.raises(ResourceError, match=r"engine\.max_cache_tokens"):
         engines.generate(requests_of(), SAMPLING)
 
@@ -233,7 +233,7 @@ def test_weights_arrive_bit_for_bit_by_each_way_and_only_trained_ones_travel_aga
         tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters()
     )
     trained = frozenset(name for name in first if "layers.1" in name)
-    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(way, trained=trained))
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, transfer(way, trained=trained))
     for version in (1, 2):
         moved = {n: torch.randn_like(w) if n in trained else w for n, w in first.items()}
         found = engines.load_weights(moved.items(), version)
@@ -256,7 +256,7 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
         next(n for n in weights if part in n) for part in ("q_proj.weight", "norm.weight")
     )
     weights[odd] = torch.full_like(weights[odd], 2.0)
-    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, transfer(trained=frozenset([trained])))
     first = engines.load_weights(weights.items(), 1)
     assert first[odd] == checksum(weights[odd]) and engines.delivery.travelled == {odd}
     carrier = type(engines.delivery._carrier)
@@ -272,9 +272,9 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
     expected = {**first, trained: checksum(weights[trained])}
     assert engines.load_weights(weights.items(), 2) == expected and set(sent) == {trained}
     two[0].signal(signal.SIGKILL)
-    engines.crew.each("ping")
-    engines.crew.settle()
-    assert engines.crew.each("fingerprint") == [expected, expected]
+    engines.group.each("ping")
+    engines.group.settle()
+    assert engines.group.each("fingerprint") == [expected, expected]
     assert engines.load_weights(weights.items(), 3) == expected
 
 
@@ -284,7 +284,7 @@ def test_only_tensors_that_changed_are_sent_and_in_the_dtype_of_the_engine(
     model = PolicyModelConfig(path=str(folder), dtype="bfloat16")
     made = partial(engine_worker, model, CONFIG, StrategyConfig(device="cpu"), 1)
     worker = ProcessWorker("engine 0", made)
-    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, transfer())
     # at numbers of bfloat16, far from the points where rounding changes
     weights = {n: p.detach().bfloat16().double() for n, p in other_weights(folder).items()}
     halves = {name: checksum(tensor.bfloat16()) for name, tensor in weights.items()}
@@ -319,9 +319,9 @@ def test_only_tensors_that_changed_are_sent_and_in_the_dtype_of_the_engine(
         )
         assert counts["update_seconds"] > 0 and "update_bytes" not in engines.take_counts()
         worker.signal(signal.SIGKILL)
-        engines.crew.each("ping")
-        engines.crew.settle()
-        assert engines.crew.each("fingerprint") == [halves]
+        engines.group.each("ping")
+        engines.group.settle()
+        assert engines.group.each("fingerprint") == [halves]
     finally:
         engines.close()
 
@@ -333,7 +333,7 @@ def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(
 ) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
     weights, requests = other_weights(folder), requests_of(30, 4)
-    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, transfer(way))
     try:
         engines.load_weights(weights.items(), 4)
         drawn: list[Rollout] = []
@@ -342,7 +342,7 @@ def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(
             if len(drawn) == 5:
                 workers[0].signal(signal.SIGKILL)
         assert told(drawn) == told(answers(local_engine(folder, weights, 4), requests))
-        engines.crew.settle()
+        engines.group.settle()
         assert workers[0].starts == 2 and engines.take_counts()["restarts"] == 1
         newer = other_weights(folder, seed=11)
         assert engines.load_weights(newer.items(), 5) == {
@@ -364,7 +364,7 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(
     way: Way, folder: Path
 ) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
-    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, transfer(way))
     weights = other_weights(folder, seed=11)
 
     def dying() -> Iterator[tuple[str, Tensor]]:
@@ -426,7 +426,9 @@ def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started
 ):
     meet = threading.Barrier(2)
     workers = [Stalling(f"engine {i}", meet) for i in range(2)]
-    engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=2), hand())
+    engines = EngineWorkerGroup(
+        workers, CONFIG, FaultPolicy(restarts=1, call_timeout=2), transfer()
+    )
     try:
         assert engines.load_weights([("w", torch.ones(3))], 1) == {"w": checksum(torch.ones(3))}
     finally:
@@ -460,19 +462,19 @@ def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_wei
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
-    crew, weights = engines.delivery.crew, other_weights(folder)
-    each = crew.each
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, transfer())
+    group, weights = engines.delivery.group, other_weights(folder)
+    each = group.each
 
     def slow(method: str, *args: object) -> list[object]:
         """Who was lost is back before its caller goes on."""
         if method == "settle":
             worker.signal(signal.SIGKILL)
         found = each(method, *args)
-        crew.settle()
+        group.settle()
         return found
 
-    monkeypatch.setattr(crew, "each", slow)
+    monkeypatch.setattr(group, "each", slow)
     try:
         assert engines.load_weights(weights.items(), 1) == {
             name: checksum(tensor) for name, tensor in weights.items()
@@ -484,12 +486,12 @@ def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_wei
 
 def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, transfer())
     try:
         engines.load_weights(other_weights(folder).items(), 1)
         requests = requests_of()
         expected = told(answers(engines, requests))
-        time_out_after(3.0, engines.crew, worker)
+        time_out_after(3.0, engines.group, worker)
         worker.signal(signal.SIGSTOP)
         began = time.monotonic()
         assert told(answers(engines, requests)) == expected
@@ -501,7 +503,7 @@ def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
 
 def test_an_engine_that_dies_again_and_again_ends_the_run_with_a_reason(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, transfer())
     done = threading.Event()
 
     def hunt() -> None:
@@ -540,7 +542,7 @@ def test_a_request_that_ends_one_engine_after_another_ends_the_run_though_they_a
 ) -> None:
     workers = [ProcessWorker(f"engine {i}", Fatal) for i in range(count)]
     engines = EngineWorkerGroup(
-        workers, CONFIG, FaultPolicy(restarts=1, call_timeout=600.0), hand()
+        workers, CONFIG, FaultPolicy(restarts=1, call_timeout=600.0), transfer()
     )
     try:
         said = r"3 engines were lost .* the same 1 responses, e\.g\. to prompt 'p0' .*launch\.ray\.restarts = 1"
@@ -563,7 +565,9 @@ def test_all_ranks_put_weights_together_and_the_first_hands_them_over(
                 ranks.gather(None)  # as where each rank has a part of every tensor
                 yield pair
 
-        engines = EngineWorkerGroup(two if ranks.rank == 0 else [], CONFIG, LIMITS, hand(), ranks)
+        engines = EngineWorkerGroup(
+            two if ranks.rank == 0 else [], CONFIG, LIMITS, transfer(), ranks
+        )
         try:
             return engines.load_weights(gathered(), 3)
         except (ModelError, RankError) as error:
@@ -586,7 +590,7 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(
     folder: Path, way: Way, pause: float | None
 ) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
-    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, transfer(way))
     weights = other_weights(folder)
 
     def stopping() -> Iterator[tuple[str, Tensor]]:
@@ -598,8 +602,8 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(
             yield pair
 
     try:
-        engines.crew.each("ping")
-        time_out_after(300.0 if pause else 15.0, engines.crew, workers[1])
+        engines.group.each("ping")
+        time_out_after(300.0 if pause else 15.0, engines.group, workers[1])
         began = time.monotonic()
         assert engines.load_weights(stopping(), 2) == {
             name: checksum(tensor) for name, tensor in weights.items()

@@ -131,7 +131,7 @@ def test_what_a_killed_worker_had_not_scored_is_scored_elsewhere_and_nothing_com
         all(r.reward == 0.5 * len(r.text) for r in got if not r.failed)
         and sum(bool(r.failed) for r in got) == 12
     )
-    scorer.crew.settle()
+    scorer.group.settle()
     assert workers[0].starts == 2 and scorer.take_counts() == {"restarts": 1}
 
 
@@ -142,7 +142,7 @@ def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(
     scorer.check_sources(["known"])
     for worker in workers:
         worker.call("check_sources", ["known"]).result(300)
-    time_out_after(5.0, scorer.crew, workers[1])
+    time_out_after(5.0, scorer.group, workers[1])
     workers[1].signal(signal.SIGSTOP)
     given, began = rollouts_of(20), time.monotonic()
     for rollout in given:
@@ -163,7 +163,7 @@ def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(
         while workers[0].starts < starts:
             assert list(scorer.results()) in ([], [rollout])
             time.sleep(0.01)
-        scorer.crew.settle()
+        scorer.group.settle()
         list(scorer.results())  # it is given to the new one
     assert (
         rollout.failed.startswith(f"{TRIES} scoring workers were lost with it")

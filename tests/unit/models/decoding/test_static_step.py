@@ -101,7 +101,7 @@ def test_captured_steps_sample_the_same_tokens() -> None:
 
 def test_steps_are_captured_again_once_the_weights_have_other_memory() -> None:
     model = tiny_model("qwen2", eos_token_id=None)
-    decoder = KVDecoder(model).apart()
+    decoder = KVDecoder(model).with_own_weights()
     decoder.compiler = SameWeights(decoder.model)
     engine = NativeEngine(decoder, engine_of(model).tokenizer, EngineConfig(), shared=False)
     rollouts = engine.generate(requests_of(5, 8), SamplingConfig())

@@ -87,7 +87,7 @@ def split_rows(config: ModelConfig, settings: RewardModelConfig) -> dict[str, An
 
     reward = RewardModel.load(config, settings).train()
     if dist.is_initialized():
-        reward.team = ModelParallelGroup(dist.get_rank(), 2, dist.group.WORLD)
+        reward.model_parallel_group = ModelParallelGroup(dist.get_rank(), 2, dist.group.WORLD)
     batch = some_batch()
     loss_of(reward, batch, torch.arange(len(batch))).backward()
     grads = {}
