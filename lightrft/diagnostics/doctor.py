@@ -65,8 +65,8 @@ from lightrft.trainer.supervised import check_supervised
 from lightrft.types import Rollout
 from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ConfigError, UserError, install_extra
+from lightrft.workers.engine_kinds import kinds_to_check
 from lightrft.workers.local import local_tokenizer
-from lightrft.workers.media_checks import kinds_to_check
 
 Result = TypeVar("Result")
 SamplingVerb: TypeAlias = RLConfig | DistillVerbConfig | DPOConfig

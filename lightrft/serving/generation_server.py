@@ -29,6 +29,7 @@ from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.serving.weight_updates import WeightUpdates
 from lightrft.trainer.saved_policy import media_of, resolved
 from lightrft.utils.errors import ConfigError
+from lightrft.workers.engine_kinds import kind_of
 from lightrft.workers.local import local_policy, local_tokenizer
 from lightrft.workers.scoring.reward_wire import vocabulary_digest, weights_digest, weights_layout
 
@@ -197,7 +198,7 @@ def generation_service(
         metrics: Counters of the server.
         budget: Largest number of tokens of a forward pass that computes log-probs.
     """
-    if config.engine.kind != "native":
+    if not kind_of(config.engine).shares_weights:
         raise ConfigError(
             f"engine.kind = {config.engine.kind}: this server generates with the native engine; "
             "set engine.kind=native, or start that engine's own server"

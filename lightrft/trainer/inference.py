@@ -32,13 +32,14 @@ from lightrft.trainer.saved_policy import media_of, resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.seeding import derive_seed
+from lightrft.workers.engine_kinds import check_media, kinds_to_check
 from lightrft.workers.local import (
     local_policy,
     local_scorer,
     local_tokenizer,
     with_reward_models,
 )
-from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
+from lightrft.workers.local_served import check_server_media
 
 log = logging.getLogger(__name__)
 

@@ -41,8 +41,9 @@ from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.training_loop import run_training
 from lightrft.utils.errors import UserError, before_update
 from lightrft.workers.build_remote import remote_roles
+from lightrft.workers.engine_kinds import check_media, kinds_to_check
 from lightrft.workers.local import check_reference_tokenizer, local_roles, local_tokenizer
-from lightrft.workers.media_checks import check_media, check_server_media, kinds_to_check
+from lightrft.workers.local_served import check_server_media
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from lightrft.trainer.checks.preflight import (
 from lightrft.trainer.run_session import RunSession
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
+from lightrft.workers.engine_kinds import kinds_to_check
 from lightrft.workers.local import local_policy
-from lightrft.workers.media_checks import kinds_to_check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

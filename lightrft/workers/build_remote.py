@@ -23,7 +23,8 @@ from lightrft.rewards.base import RewardScorer
 from lightrft.roles import Roles
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
+from lightrft.workers.engine_kinds import engine_worker, kind_of
+from lightrft.workers.engine_workers import EngineWorkerGroup
 from lightrft.workers.local import local_roles, reference_model, teacher_model
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
 from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
@@ -113,7 +114,7 @@ class RemoteRoleBuilder:
             strategy.device,
             self.host,
             trained,
-            only_changed=config.engine.kind == "native",
+            only_changed=kind_of(config.engine).shares_weights,
             senders=most_senders(config, strategy.device.type),
         )
         make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)

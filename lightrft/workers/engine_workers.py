@@ -30,15 +30,11 @@ from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.decoding.static_step import CompileCount
-from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import PackedRollout, pack_rollout, unpack_rollout
-from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
 from lightrft.utils.device_transfer import release_cached_memory
 from lightrft.utils.errors import RESUMES, WorkerError
-from lightrft.workers.local import local_frozen
-from lightrft.workers.local_draft import draft_decoder
 from lightrft.workers.local_vllm import build_vllm
 from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy, PendingCall, Reply, WorkerGroup
@@ -50,28 +46,6 @@ A stop request waits at most this long.
 """
 LOOK_SECONDS = 0.05
 """Polling interval for a stop request, in seconds."""
-
-
-def engine_worker(
-    model: PolicyModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int
-) -> EngineWorker:
-    """Make the object of an engine worker.
-
-    Args:
-        model: the model to load.
-        config: settings of the engine.
-        strategy: settings that give the device.
-        threads: number of CPU threads.
-    """
-    torch.set_num_threads(threads)
-    if config.kind == "vllm":
-        return vllm_worker(model, config)
-    actor = local_frozen(model, SingleStrategy(strategy))
-    experts = ExpertReplay(actor.model) if model.replay_routes else None
-    decoder = KVDecoder(actor.model, experts)
-    tokenizer = load_tokenizer(model)
-    draft = draft_decoder(config, model, tokenizer, actor.device)
-    return NativeEngineWorker(NativeEngine(decoder, tokenizer, config, shared=False, draft=draft))
 
 
 class DrawReply(NamedTuple):
@@ -231,7 +205,9 @@ class VLLMEngineWorker(EngineWorker):
         return found
 
 
-def vllm_worker(model: PolicyModelConfig, config: EngineConfig) -> VLLMEngineWorker:
+def vllm_worker(
+    model: PolicyModelConfig, config: EngineConfig, _: StrategyConfig
+) -> VLLMEngineWorker:
     """Make the object of an engine worker with vLLM.
 
     Args:

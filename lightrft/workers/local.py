@@ -16,7 +16,6 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig, TrainedModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import (
-    SERVED_KINDS,
     SHARDING,
     EngineConfig,
     StrategyConfig,
@@ -26,8 +25,6 @@ from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
-from lightrft.engines.http import HTTPEngine
-from lightrft.engines.native import NativeEngine
 from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import MovingReference
 from lightrft.models.actor import Actor
@@ -45,10 +42,8 @@ from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, 
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError, path_of
-from lightrft.workers.local_draft import draft_decoder
-from lightrft.workers.local_served import async_served, check_served_weights, local_served
-from lightrft.workers.local_vllm import async_vllm, local_vllm
-from lightrft.workers.media_checks import check_media
+from lightrft.workers.engine_kinds import EngineParts, check_media, check_native, kind_of
+from lightrft.workers.frozen_models import local_frozen
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -140,14 +135,14 @@ def local_policy(
     """
     check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
-    is_served = engine.kind in SERVED_KINDS and not engine.starts_server
-    if is_served and engine.compile is not None:
+    kind = kind_of(engine)
+    if kind.asks_server and engine.compile is not None:
         raise ConfigError(server_compiles(engine))
     # A server that nothing is compared with needs no weights here.
-    is_hollow = is_served and not trains and not engine.check_logprobs
+    is_hollow = kind.asks_server and not trains and not engine.check_logprobs
     with placed.loading() as device:
         actor = Actor.load(model, device="meta" if is_hollow else device)
-    if trains and engine.kind != "native" and (names := untied_modules(actor.model)):
+    if trains and not kind.shares_weights and (names := untied_modules(actor.model)):
         raise ModelError(
             f"modules_to_save = {names}: the model has one tensor for embeddings and output head "
             f"(tie_word_embeddings), and so has the engine, {engine.kind}, which could not tell "
@@ -157,50 +152,24 @@ def local_policy(
         load_weights(actor, weights)
     if merges and actor.has_adapters:
         actor.model = merged_model(actor.model).eval()
-    # The engine generates from the shards of the policy, which must be gathered for it.
-    whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
     if trains and isinstance(model, TrainedModelConfig) and model.router_aux_loss_coef:
         coef, tries = model.router_aux_loss_coef, actor.unread is None
         actor.router_loss = RouterLoss(actor.base, actor.decoder, coef, tries=tries)
     if replay_routes:
         actor.experts = ExpertReplay(actor.model)
-    decoder = KVDecoder(actor.model, actor.experts)
-    tensor_parallel_size = strategy.tensor_parallel
-    if engine.kind == "vllm":
-        # a run that trains sends its weights once its checkpoint is loaded
-        built = local_vllm(
-            model, engine, tokenizer, decoder, ranks, tensor_parallel_size, loads=not trains
-        )
-        return placed, actor, built
-    if engine.kind in SERVED_KINDS:
-        served = local_served(
-            model,
-            engine,
-            tokenizer,
-            decoder,
-            ranks,
-            placed.device,
-            tensor_parallel_size,
-            trains=trains,
-            media=media,
-        )
-        if isinstance(served, HTTPEngine) and not trains:
-            try:
-                check_served_weights(served, actor, compares=compares and not is_hollow)
-            except BaseException:
-                served.close()
-                raise
-        return placed, actor, served
-    draft = draft_decoder(engine, model, tokenizer, actor.device)
-    native = NativeEngine(
-        decoder,
-        tokenizer,
-        engine,
-        draft=draft,
-        whole=whole,
-        tensor_parallel_size=tensor_parallel_size,
+    parts = EngineParts(
+        model=model,
+        config=engine,
+        tokenizer=tokenizer,
+        actor=actor,
+        decoder=KVDecoder(actor.model, actor.experts),
+        strategy=placed,
+        tensor_parallel_size=strategy.tensor_parallel,
+        trains=trains,
+        media=media,
+        compares=compares and not is_hollow,
     )
-    return placed, actor, native
+    return placed, actor, kind.build(parts)
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardScorer:
@@ -435,30 +404,6 @@ def frozen_reference(config: RLConfig | DPOConfig, strategy: Strategy) -> Actor:
         return local_frozen(reference_model(config), strategy)
 
 
-def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
-    """Load a model in eval mode, without gradients."""
-    with strategy.loading() as device:
-        frozen = Actor.load(model, device=device)
-    frozen.requires_grad_(False)
-    strategy.place(frozen)
-    return frozen.eval()
-
-
-def check_native(engine: EngineConfig, setting: str, value: object) -> None:
-    """Raise ``ConfigError`` if ``setting`` needs the native engine and another one is set.
-
-    Args:
-        engine: Settings of the engine.
-        setting: Name of the setting.
-        value: Its value.
-    """
-    if engine.kind != "native":
-        raise ConfigError(
-            f"{setting} = {value} needs the native engine, and engine.kind is "
-            f"{engine.kind}; leave out {setting}, or set engine.kind=native"
-        )
-
-
 def local_async_engine(
     config: RLConfig,
     policy: TrainableModel[Actor],
@@ -477,21 +422,7 @@ def local_async_engine(
     """
     if not config.rollout.staleness:
         return None
-    actor = policy.model
-    if config.engine.kind == "vllm":
-        return async_vllm(config, actor.model, tokenizer, strategy.ranks)
-    if config.engine.kind in SERVED_KINDS:
-        return async_served(config, policy, tokenizer, strategy)
-    check_native(config.engine, "rollout.staleness", config.rollout.staleness)
-    if strategy.ranks.size == 1:
-        decoder = KVDecoder(actor.model, actor.experts).with_own_weights()
-    else:
-        # Loading initializes adapters at random. That must not advance the generator of the run.
-        with torch.random.fork_rng():
-            copy = Actor.load(config.model, device=strategy.device).requires_grad_(False).eval()
-            decoder = KVDecoder(copy.model, ExpertReplay(copy.model) if actor.experts else None)
-    draft = draft_decoder(config.engine, config.model, tokenizer, actor.device)
-    return NativeEngine(decoder, tokenizer, config.engine, shared=False, draft=draft)
+    return kind_of(config.engine).build_async(config, policy, tokenizer, strategy)
 
 
 def local_teacher(

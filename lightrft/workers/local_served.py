@@ -38,7 +38,6 @@ from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import factor_of
 from lightrft.workers.local_vllm import check_replica, media_kinds, refuse_merging
-from lightrft.workers.media_checks import check_server_media
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 from lightrft.workers.scoring.reward_wire import weights_digest, weights_layout
 
@@ -245,6 +244,18 @@ def _checked(built: Engine, model: ModelConfig, *, trains: bool, media: Collecti
         built.close()
         raise
     return built
+
+
+def check_server_media(engine: Engine | None, kinds: Collection[str]) -> None:
+    """Raise ``ConfigError`` if the server of ``engine`` takes no media of ``kinds``.
+
+    Args:
+        engine: The engine of the run.
+        kinds: Kinds of media of the prompts.
+    """
+    inner = engine.engine if isinstance(engine, RankZeroEngine) else engine
+    if kinds and isinstance(inner, ServedEngine | TextEndpoint):
+        inner.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}", kinds)
 
 
 def banning(engine: ServedEngine, model: ModelConfig) -> ServedEngine:

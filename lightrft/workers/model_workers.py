@@ -22,7 +22,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError, path_of
-from lightrft.workers.local import local_frozen
+from lightrft.workers.frozen_models import local_frozen
 from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
 PART_BYTES = 64 * 2**20

@@ -29,9 +29,9 @@ from lightrft.models.multimodal.merge_inputs import media_token_ids, own_keyword
 from lightrft.models.multimodal.submodules import part_of
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.workers.engine_kinds import check_media
 from lightrft.workers.local_served import local_served
 from lightrft.workers.local_vllm import media_kinds
-from lightrft.workers.media_checks import check_media
 from tests.contracts.test_engine_contract import KEY, own_server
 from tests.media_helpers import Piece, Rig, rig
 from tests.model_helpers import assert_logprobs_close

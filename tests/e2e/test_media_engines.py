@@ -28,7 +28,7 @@ from lightrft.trainer.preference.run import run_preference
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, DataError
-from lightrft.workers.media_checks import kinds_to_check
+from lightrft.workers.engine_kinds import kinds_to_check
 
 NOWHERE = {"kind": "sglang", "url": "http://127.0.0.1:9", "deadline": 1.0}
 """A server that takes no media. Nothing listens there."""

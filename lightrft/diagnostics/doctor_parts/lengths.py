@@ -16,7 +16,7 @@ from lightrft.models.processors import Processor
 from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.trainer.checks.context_limits import check_cache, check_context, longest
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.media_checks import kinds_to_check
+from lightrft.workers.engine_kinds import kinds_to_check
 
 
 def eval_set_findings(

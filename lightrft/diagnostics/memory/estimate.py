@@ -53,8 +53,9 @@ from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.cpu_memory import products_bytes
 from lightrft.utils.errors import ModelError, path_of
 from lightrft.workers.build_remote import most_senders
+from lightrft.workers.engine_kinds import kind_of
+from lightrft.workers.frozen_models import draft_settings
 from lightrft.workers.local import teacher_settings
-from lightrft.workers.local_draft import draft_settings
 from lightrft.workers.scoring.model_scorer import model_settings as scoring_settings
 from lightrft.workers.weight_sync import WeightSyncConfig
 
@@ -185,7 +186,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
             # An engine holds no gradients and no optimizer, whatever the ranks train.
             model = replace(model, trained=False)
             on_their_way = ModelMemory(config.launch.ray.bucket_mb * MIB)
-            if config.engine.kind == "vllm":
+            if kind_of(config.engine).copies_weights:
                 phases = [MemoryPhase(DRAWING, {})]
                 parts = copy_bytes(config.engine, model)
                 kept = {name: ModelMemory(size) for name, size in parts.items()}
@@ -397,7 +398,7 @@ def _in_copy(config: TrainingConfig, in_workers: list[str]) -> bool:
     """
     if isinstance(config, ScoringConfig) or "engine" in in_workers or not generates(config):
         return False
-    return config.engine.kind == "vllm" or config.engine.starts_server
+    return kind_of(config.engine).copies_weights
 
 
 def copy_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
@@ -410,7 +411,7 @@ def copy_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
         # a byte per weight of the blocks; the scales and norms are small
         _, blocks = policy.units(1)
         weights -= sum(blocks) * (1 - 1 / policy.itemsize)
-    name = "vLLM" if engine.kind == "vllm" else "SGLang"
+    name = kind_of(engine).title
     return {f"{name}'s weights": weights, f"{name}'s cache": float(cache)}
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from lightrft.config.strategy import SERVED_KINDS
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.native_parts.compiled_steps import SHARDED
 from lightrft.utils.errors import ConfigError
+from lightrft.workers.engine_kinds import kind_of
 from lightrft.workers.local_vllm import check_replica
 
 
 def check_engine(config: RLConfig) -> None:
     """Raise ``ConfigError`` for an engine that cannot generate as the config asks."""
     engine, workers = config.engine, config.launch.ray.engines
-    if workers and engine.kind in SERVED_KINDS:
+    kind = kind_of(engine)
+    if workers and kind.build_worker is None:
         raise ConfigError(
             f"launch.ray.engines = {workers}: engine.kind = {engine.kind} asks a server in place "
             "of workers; leave out launch.ray.engines, or set engine.kind to native or vllm"
         )
-    if engine.kind == "vllm" or engine.starts_server:
+    if kind.copies_weights:
         # a worker loads the whole model by itself
         check_replica(engine.kind, config.model, 1 if workers else config.strategy.tensor_parallel)
     # Other engines have weights of their own.
-    samples_itself = engine.kind == "native" and not workers and not config.rollout.staleness
+    samples_itself = kind.shares_weights and not workers and not config.rollout.staleness
     if engine.compile and samples_itself and config.launch.processes > 1:
         raise ConfigError(SHARDED)

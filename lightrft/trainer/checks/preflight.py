@@ -21,12 +21,12 @@ from lightrft.config.verbs import (
     TrainingConfig,
 )
 from lightrft.engines.constrained.grammars import check_constraint
-from lightrft.engines.requests import refuse_filters, unsupported_settings
-from lightrft.engines.vllm import check_sampling
+from lightrft.engines.requests import unsupported_settings
 from lightrft.models.loading.adapter_base import has_adapters
 from lightrft.rewards.success import Success
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.statistics.repeated_samples import powers_of_two
+from lightrft.workers.engine_kinds import kind_of
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,6 @@ BARE = ("loss", "seconds", "tokens_per_second")
 """Metrics without a prefix."""
 GENERATING = (RLConfig, DPOConfig, DistillVerbConfig)
 """Settings with ``sampling``."""
-CHECKS = {"vllm": check_sampling, "sglang": refuse_filters}
-"""Checks of ``sampling`` by engine, before one is started. A server is checked once it answers."""
 VALIDATED = (SFTConfig, DistillVerbConfig, DPOConfig)
 """Settings with ``validation``."""
 
@@ -132,10 +130,10 @@ def _engine(config: PolicyConfig) -> Iterator[str]:
     for branch, sampling in settings.items():
         if problem := _problem(check_constraint, sampling.constraint):
             yield f"{branch}: {problem}"
-        if config.engine.kind == "native":
+        kind = kind_of(config.engine)
+        if kind.shares_weights:
             continue
-        unsupported = list(unsupported_settings(sampling))
-        check = CHECKS.get(config.engine.kind)
+        unsupported, check = list(unsupported_settings(sampling)), kind.check_sampling
         if check and not unsupported and (problem := _problem(check, sampling, branch)):
             yield problem
         for field in unsupported:
@@ -157,7 +155,8 @@ def _problem(check: Callable[..., None], *given: object) -> str:
 
 def _unused_engine(config: PolicyConfig) -> Iterator[str]:
     """Yield ``engine.kind`` if it would load a second model or ask a server for nothing."""
-    if config.engine.kind != "native" and not generates(config) and not config.eval.data.sources:
+    uses = generates(config) or config.eval.data.sources
+    if not kind_of(config.engine).shares_weights and not uses:
         yield (
             f"engine.kind = {config.engine.kind} changes nothing: no step generates responses, and "
             "eval.data.sources is empty; name the eval set, or leave out engine"

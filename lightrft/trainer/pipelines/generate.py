@@ -35,13 +35,13 @@ from lightrft.trainer.pipelines.training_rows import write_output
 from lightrft.trainer.saved_policy import SavedPolicy, media_of, resolved
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError
+from lightrft.workers.engine_kinds import kinds_to_check
 from lightrft.workers.local import (
     local_policy,
     local_scorer,
     local_tokenizer,
     with_reward_models,
 )
-from lightrft.workers.media_checks import kinds_to_check
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from lightrft.types import Prompt, Ragged, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError, ResourceError
 from lightrft.utils.http_client import server_client
 from lightrft.utils.http_client.server_client import OpenStream, Passing
-from lightrft.workers.media_checks import check_server_media
+from lightrft.workers.local_served import check_server_media
 from tests.model_helpers import byte_pairs
 from tests.serving_helpers import advanced_clock, altered, free_port, model_server, skip_waits
 

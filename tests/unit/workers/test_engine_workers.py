@@ -38,12 +38,12 @@ from lightrft.models.decoding.static_step import uncompiled
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
+from lightrft.workers.engine_kinds import engine_worker
 from lightrft.workers.engine_workers import (
     DrawReply,
     EngineWorker,
     EngineWorkerGroup,
     NativeEngineWorker,
-    engine_worker,
     split_requests,
 )
 from lightrft.workers.weight_sync import WeightSyncConfig
@@ -259,7 +259,7 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
     engines = EngineWorkerGroup(two, CONFIG, LIMITS, transfer(trained=frozenset([trained])))
     first = engines.load_weights(weights.items(), 1)
     assert first[odd] == checksum(weights[odd]) and engines.delivery.travelled == {odd}
-    carrier = type(engines.delivery._carrier)
+    carrier = type(engines.delivery._transport)
     sent: list[str] = []
     send = carrier.send
 

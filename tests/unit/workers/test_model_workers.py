@@ -23,7 +23,7 @@ from lightrft.models.tiny.text import tiny_model
 from lightrft.roles import FrozenModel
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Batch
-from lightrft.workers.local import local_frozen
+from lightrft.workers.frozen_models import local_frozen
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
 from lightrft.workers.worker_group import FaultPolicy
 from tests.unit.trainer.test_rl_step import batch_of, roles_of

@@ -1,4 +1,4 @@
-"""Load the draft model of speculative decoding."""
+"""Load models that a run does not train: frozen ones, and the draft model of an engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ from lightrft.config.strategy import EngineConfig
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError, path_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
+    """Load a model in eval mode, without gradients."""
+    with strategy.loading() as device:
+        frozen = Actor.load(model, device=device)
+    frozen.requires_grad_(False)
+    strategy.place(frozen)
+    return frozen.eval()
 
 
 def draft_settings(settings: SpeculativeConfig, policy: ModelConfig) -> ModelConfig:
