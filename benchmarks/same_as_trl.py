@@ -294,10 +294,10 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     from lightrft.config.base import build
     from lightrft.config.model import ModelConfig
     from lightrft.config.verbs import RLConfig
-    from lightrft.learner.batch_advantages import with_advantages
     from lightrft.learner.controllers import Controllers
     from lightrft.learner.policy_update import Objective, with_loss_weights
     from lightrft.models.actor import Actor
+    from lightrft.trainer.batch_advantages import with_advantages
 
     tree = {"algorithm": SETTINGS[name].ours, "sampling": {"max_new_tokens": NEW_TOKENS}}
     config, inputs = build(RLConfig, tree), seen["inputs"]

@@ -11,7 +11,6 @@ from lightrft.algorithms.nonfinite_tokens import readable
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.base import never_stop
-from lightrft.learner.batch_advantages import advantages_from, with_shaped_rewards
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.distillation import with_teacher
 from lightrft.learner.forward_passes import (
@@ -29,6 +28,7 @@ from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.logprob_check import replay_metrics
+from lightrft.trainer.batch_advantages import advantages_from, with_shaped_rewards
 from lightrft.types import Batch, rows_of
 
 

@@ -22,7 +22,6 @@ from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import (
     Objective,
@@ -31,6 +30,7 @@ from lightrft.learner.policy_update import (
     with_loss_weights,
 )
 from lightrft.models.actor import TokenScores
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch, rows_of
 from lightrft.utils.errors import ConfigError
 from tests.numbers.compare import gradient

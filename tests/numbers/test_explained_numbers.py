@@ -16,10 +16,10 @@ from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting
 from lightrft.diagnostics.explain import explain
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.models.actor import TokenScores
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch
 
 LIMIT = 8

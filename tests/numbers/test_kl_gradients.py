@@ -13,10 +13,10 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective
 from lightrft.models.actor import TokenScores
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from tests.numbers import distributions as dist

@@ -23,8 +23,8 @@ from lightrft.algorithms.reward_shaping import token_rewards
 from lightrft.config.algorithm import LagrangianConfig
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch, Segments
 from lightrft.utils.state_io import load_state, save_state
 from tests.numbers import oracles_constrained as oracle

@@ -20,13 +20,13 @@ from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.batch_advantages import with_advantages, with_shaped_rewards
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.process_reward import outcome_losses
 from lightrft.learner.sft_step import mean_nll
 from lightrft.models.logprobs import entropy_from_logits, token_logprobs
 from lightrft.observability.metrics import Metrics
 from lightrft.rollout.accounting import CollectedRollouts, filter_and_select, rollout_metrics
+from lightrft.trainer.batch_advantages import with_advantages, with_shaped_rewards
 from lightrft.types import Batch
 from tests.numbers.compare import gradient
 from tests.numbers.strategies import batch_of, plain_case

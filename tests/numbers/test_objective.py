@@ -15,11 +15,11 @@ from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.models.actor import TokenScores
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch, rows_of
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, scores_for

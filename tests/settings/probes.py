@@ -38,7 +38,6 @@ from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.learner import forward_passes
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.learner.ptx_loss import PretrainingLoss
@@ -54,6 +53,7 @@ from lightrft.rewards.scorer import Scorer
 from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.strategy import activation_offload, single
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.trainer.rl import run_rl
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ResourceError, UserError

@@ -303,7 +303,7 @@ def _parsed(latex: str) -> Any | None:
 
     # It warns that its timers are off; the worker has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # Its units are variables too, as in 2t, and any text at the end: words_apart finds ours.
+    # Its units are variables too, as in 2t, and any text at the end: maths_and_words finds ours.
     forms = NormalizationConfig(malformed_operators=True, nits=True)
     boxes_first = LatexExtractionConfig(boxed_match_priority=0, normalization_config=forms)
     for found in parse("\\boxed{" + latex + "}", [boxes_first], parsing_timeout=0):

@@ -11,8 +11,8 @@ from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig, build
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.batch_advantages import with_advantages
 from lightrft.learner.controllers import Controllers
+from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.trainer.rl_step import clipped_share
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
