@@ -42,8 +42,8 @@ class TrainableModule(Protocol):
 
     Attributes:
         run_towers: Parts for media run for batches without media, too.
-        model_parallel_group: A sequence-parallel group, whose ranks shard the tokens of each call. Setting it
-            raises ``ModelError`` for a group that the model cannot serve.
+        model_parallel_group: A sequence-parallel group, whose ranks shard the tokens of each call.
+            Setting it raises ``ModelError`` for a group that the model cannot serve.
     """
 
     run_towers: bool
@@ -88,7 +88,7 @@ class TrainState:
 class Strategy(Protocol):
     """A training backend: single, fsdp2 or deepspeed.
 
-    ``ranks`` are all processes. Batches are split over ``data_parallel_group``, the data-parallel group.
+    ``ranks`` are all processes. Batches are split over ``data_parallel_group``.
     """
 
     device: torch.device

@@ -34,7 +34,7 @@ from lightrft.types import Batch, rows_of
 
 @dataclass(slots=True, kw_only=True)
 class StepContext:
-    """What the phases of one step share.
+    """The models, settings and progress that the phases of one step share.
 
     Attributes:
         roles: Models, engine and scorer of the run.

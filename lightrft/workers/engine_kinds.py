@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine of a run is built from.
+    """The settings and the policy from which an engine of a run is built.
 
     Attributes:
         model: Settings of the model.
