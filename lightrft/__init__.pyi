@@ -533,7 +533,7 @@ def eval_rm(
     judgement: JudgementConfig | Mapping[str, Any] | None = ...,
     sampling: SamplingConfig | Mapping[str, Any] = ...,
     data: Data = ...,
-    steps: ProcessDataConfig | Mapping[str, Any] = ...,
+    steps: ProcessDataConfig | Mapping[str, Any] | str = ...,
     threshold: float | None = ...,
     max_tokens: int = ...,
     batch_size: int = ...,

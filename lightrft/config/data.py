@@ -202,6 +202,8 @@ OWN_SETTINGS = ("sources", "columns", "judgement", "blend", "shuffle")
 class DataConfig(Settings):
     """Rows to prompts or conversations."""
 
+    shorthand: ClassVar[str | None] = "sources"
+    """The setting that a bare string or number stands for."""
     sources: Annotated[tuple[SourceConfig, ...], strings_as("path")] = ()
     """Sources of rows. One path, or a list of paths and tables; see ``SourceConfig``."""
     columns: Columns = Columns()

@@ -261,6 +261,13 @@ def test_bare_values_stand_for_branches() -> None:
     assert [s.path for s in found.data.sources] == ["a.jsonl"]
 
 
+def test_a_path_stands_for_the_sources_of_data() -> None:
+    words = ["data=a.jsonl", "data.shuffle=false", "eval.data=b.jsonl"]
+    found = load_settings(RLConfig, [], words).settings
+    assert [s.path for s in found.data.sources] == ["a.jsonl"] and not found.data.shuffle
+    assert [s.path for s in found.eval.data.sources] == ["b.jsonl"]
+
+
 def test_reading_a_tree_does_not_write_into_it() -> None:
     tree = {"terms": ["math"], "per_source": {"x": "math"}}
     build(RewardConfig, tree)

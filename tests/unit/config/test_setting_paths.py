@@ -147,3 +147,10 @@ def test_lists_of_paths_are_relative_too(project):
         "conf/images",
         "conf/other.png",
     )
+
+
+def test_a_path_in_place_of_data_is_relative_to_the_file_too(project):
+    (project / "conf" / "d.yaml").write_text("data: rows.jsonl\neval: {data: rows.jsonl}\n")
+    found = load_settings(RLConfig, ["conf/d.yaml"]).settings
+    assert [s.path for s in found.data.sources] == ["conf/rows.jsonl"]
+    assert [s.path for s in found.eval.data.sources] == ["conf/rows.jsonl"]
