@@ -259,7 +259,7 @@ class MediaFinder:
         expected = by_owners + sure
         if expected in (0, count):
             return {}
-        problem = f"the text has {expected} places for {kind} (<{kind}>), but the row has {items}"
+        problem = f"the text has {_places(expected)} for {kind} (<{kind}>), but the row has {items}"
         if not column:
             way_out = f"name their column in data.columns.{kind}s"
             raise MalformedRow(f"{self.where}: {problem}; {way_out}")
@@ -294,7 +294,7 @@ class MediaFinder:
             return
         for name, value in row.items():
             if _may_be(value, kind):
-                problem = f"the text has {markers} places for {kind} (<{kind}>)"
+                problem = f"the text has {_places(markers)} for {kind} (<{kind}>)"
                 unread = f"and column {name!r}, which may have them, is not read"
                 way_out = f"set data.columns.{kind}s: {name}, or null if it has none"
                 raise MalformedRow(f"{self.where}: {problem}, {unread}; {way_out}")
@@ -370,3 +370,7 @@ def _may_be(value: object, kind: str) -> bool:
         named = mimetypes.guess_type(value[-64:])[0] if " " not in value[-64:] else None
         return (named or "").startswith(f"{kind}/")
     return is_raw(value)
+
+
+def _places(count: int) -> str:
+    return "1 place" if count == 1 else f"{count} places"

@@ -297,7 +297,7 @@ def test_a_kind_that_the_model_does_not_read_is_refused(eye: Rig, folder: Path) 
         ),
         (
             {"prompt": "<image>", "picture": "a.png"},
-            r"1 places for image .*, and column 'picture', which may have them, is not read; "
+            r"1 place for image .*, and column 'picture', which may have them, is not read; "
             r"set data\.columns\.images: picture",
         ),
         (
