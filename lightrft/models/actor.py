@@ -203,12 +203,12 @@ class Backbone(nn.Module):
         return self._model_parallel_group
 
     @model_parallel_group.setter
-    def model_parallel_group(self, model_parallel_group: ModelParallelGroup) -> None:
-        if model_parallel_group.size > 1:
+    def model_parallel_group(self, ranks: ModelParallelGroup) -> None:
+        if ranks.size > 1:
             if self._layout == "padded":
-                raise _rows_of_their_own(model_parallel_group)
-            check_heads(self.text_config, model_parallel_group)
-        self._model_parallel_group = model_parallel_group
+                raise _rows_of_their_own(ranks)
+            check_heads(self.text_config, ranks)
+        self._model_parallel_group = ranks
 
     def freeze_output_head(self) -> None:
         """Freeze an output head whose logits are not used. An optimizer needs no state for it."""
@@ -690,9 +690,9 @@ class Actor(Backbone):
         return logprobs.gather(1, targets[:, None])[:, 0]
 
 
-def _rows_of_their_own(model_parallel_group: ModelParallelGroup) -> ModelError:
+def _rows_of_their_own(ranks: ModelParallelGroup) -> ModelError:
     return ModelError(
-        f"strategy.sequence_parallel = {model_parallel_group.size} splits the tokens of one row, "
+        f"strategy.sequence_parallel = {ranks.size} splits the tokens of one row, "
         "but this model runs with model.layout = padded, in separate rows, "
         "because it is set so or cannot do otherwise; set strategy.sequence_parallel=1"
     )

@@ -75,10 +75,7 @@ class RouterLoss:
         return self._phase == "count" or (self._phase == "add" and torch.is_grad_enabled())
 
     def read(
-        self,
-        logits: Sequence[Tensor] | None,
-        counts: Tensor,
-        model_parallel_group: ModelParallelGroup,
+        self, logits: Sequence[Tensor] | None, counts: Tensor, group: ModelParallelGroup
     ) -> None:
         """Read the routers of one model call.
 
@@ -86,13 +83,13 @@ class RouterLoss:
             logits: ``[T, E]`` logits of each router, for this rank's tokens.
             counts: Number of rows that each token of the whole call stands for, see
                 ``counts_of_tokens``.
-            model_parallel_group: The sequence-parallel group, which shards the tokens of the call.
+            group: The sequence-parallel group, which shards the tokens of the call.
         """
         if not logits:
             raise self._refusal("its routers do not return their logits")
-        part = SequencePart.rows(model_parallel_group, model_parallel_group.size, counts.device)
-        if model_parallel_group.size > 1:
-            counts = Row(model_parallel_group, len(counts)).own(counts)
+        part = SequencePart.rows(group, group.size, counts.device)
+        if group.size > 1:
+            counts = Row(group, len(counts)).own(counts)
         found = self._read(logits, counts)
         found = [part.whole(own[None]).sum(0) for own in found]
         if self._phase == "add":
@@ -162,11 +159,11 @@ class RouterLoss:
         if not isinstance(expected, Tensor):
             raise self._refusal("its own forward computes no load-balancing loss of experts")
         counts = torch.ones(ids.numel(), dtype=torch.long, device=ids.device)
-        model_parallel_group, own = ModelParallelGroup(0, 1), SingleProcess()
+        group, own = ModelParallelGroup(0, 1), SingleProcess()
         with self.counting(own):
-            self.read(logits, counts, model_parallel_group)
+            self.read(logits, counts, group)
         with self.adding():
-            self.read(logits, counts, model_parallel_group)
+            self.read(logits, counts, group)
             found = self.term()
         # a router's logits in half precision may be equal, and the experts are then any of these
         bound = 1e-4 if logits[0].dtype in (torch.float32, torch.float64) else 0.1

@@ -34,7 +34,7 @@ class SequencePart:
     ``which [n]`` are its indices, ``None`` for all.
     """
 
-    model_parallel_group: ModelParallelGroup
+    ranks: ModelParallelGroup
     count: int
     which: Tensor | None = None
 
@@ -50,7 +50,7 @@ class SequencePart:
         """
         if self.which is None:
             return own
-        return _Sum.apply(self._column(own, self.which), self.model_parallel_group.group)
+        return _Sum.apply(self._column(own, self.which), self.ranks.group)
 
     def spread(self, own: Tensor) -> Tensor:
         """Gather as ``whole`` does, for a column of which each rank uses its own rows alone.
@@ -59,29 +59,25 @@ class SequencePart:
         """
         if self.which is None:
             return own
-        return _SumBothWays.apply(self._column(own, self.which), self.model_parallel_group.group)
+        return _SumBothWays.apply(self._column(own, self.which), self.ranks.group)
 
     def _column(self, own: Tensor, which: Tensor) -> Tensor:
         # every entry is set by one rank and 0 elsewhere, so the sum over ranks is a gather
         return own.new_zeros(self.count, *own.shape[1:]).index_copy(0, which, own)
 
     @staticmethod
-    def rows(
-        model_parallel_group: ModelParallelGroup, count: int, device: torch.device
-    ) -> SequencePart:
+    def rows(ranks: ModelParallelGroup, count: int, device: torch.device) -> SequencePart:
         """Return this rank's share of rows, which are dealt to the ranks of a group in turn.
 
         Args:
-            model_parallel_group: The group.
+            ranks: The group.
             count: Number of rows.
             device: Device of the indices.
         """
-        if model_parallel_group.size == 1:
-            return SequencePart(model_parallel_group, count)
-        which = torch.arange(
-            model_parallel_group.place, count, model_parallel_group.size, device=device
-        )
-        return SequencePart(model_parallel_group, count, which)
+        if ranks.size == 1:
+            return SequencePart(ranks, count)
+        which = torch.arange(ranks.place, count, ranks.size, device=device)
+        return SequencePart(ranks, count, which)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +87,26 @@ class Row:
     It is padded so that all ranks hold equally many.
     """
 
-    model_parallel_group: ModelParallelGroup
+    ranks: ModelParallelGroup
     tokens: int
 
     @property
     def each(self) -> int:
         """Tokens per rank, including padding."""
-        return -(-self.tokens // self.model_parallel_group.size)
+        return -(-self.tokens // self.ranks.size)
 
     def own(self, x: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's columns ``[..., each]`` of ``x [..., tokens]``."""
-        full = F.pad(x, (0, self.each * self.model_parallel_group.size - self.tokens), value=fill)
-        return full[
-            ..., self.model_parallel_group.place :: self.model_parallel_group.size
-        ].contiguous()
+        full = F.pad(x, (0, self.each * self.ranks.size - self.tokens), value=fill)
+        return full[..., self.ranks.place :: self.ranks.size].contiguous()
 
     def reads(self, places: Tensor) -> tuple[SequencePart, Tensor]:
         """Return the subset of ``places [N]`` that this rank holds.
 
         Also return their indices ``[n]`` among its tokens.
         """
-        which = (
-            places % self.model_parallel_group.size == self.model_parallel_group.place
-        ).nonzero()[:, 0]
-        return SequencePart(self.model_parallel_group, len(places), which), places[
-            which
-        ] // self.model_parallel_group.size
+        which = (places % self.ranks.size == self.ranks.place).nonzero()[:, 0]
+        return SequencePart(self.ranks, len(places), which), places[which] // self.ranks.size
 
 
 @dataclass(slots=True)
@@ -151,9 +141,9 @@ class Exchanged:
             softcap: Soft-cap of the scores. ``None`` for none.
             window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
         """
-        size = self.row.model_parallel_group.size
+        size = self.row.ranks.size
         # with fewer key heads than ranks, several ranks read the same key head
-        copies = _copies(query.shape[1], key.shape[1], self.row.model_parallel_group)
+        copies = _copies(query.shape[1], key.shape[1], self.row.ranks)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         # [size, h, t, d], a block of heads for each rank
@@ -161,7 +151,7 @@ class Exchanged:
         sizes = [part[0].numel() for part in parts]
         # one exchange for all three: each exchange waits for every rank
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
-        got = exchange(sent, self.row.model_parallel_group.group).split(sizes, 1)
+        got = exchange(sent, self.row.ranks.group).split(sizes, 1)
         rows = []
         for x, part in zip(got, parts):
             # [h, t, size, d]: token i of the row is token i // size of rank i % size
@@ -173,15 +163,15 @@ class Exchanged:
         # [t, size, h, d]
         out = F.pad(out, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, size))
         # [size, t, h, d], a block of heads from each
-        back = exchange(out.transpose(0, 1).contiguous(), self.row.model_parallel_group.group)
+        back = exchange(out.transpose(0, 1).contiguous(), self.row.ranks.group)
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def check_heads(config: PreTrainedConfig, model_parallel_group: ModelParallelGroup) -> int:
-    """Return the copies of each key head that sharding over ``model_parallel_group`` needs.
+def check_heads(config: PreTrainedConfig, ranks: ModelParallelGroup) -> int:
+    """Return the copies of each key head that sharding over ``ranks`` needs.
 
     ``config`` is the config of the language model. Raises ``ModelError`` if they cannot shard the
-    heads that ``model_parallel_group.tensor`` leaves to each rank.
+    heads that ``ranks.tensor`` leaves to each rank.
     """
     heads: object = None
     keys: object = None
@@ -193,26 +183,20 @@ def check_heads(config: PreTrainedConfig, model_parallel_group: ModelParallelGro
     keys = keys or heads
     if not isinstance(heads, int) or not isinstance(keys, int):
         problem = f"model type {config.model_type!r} does not say how many heads it has"
-        raise ModelError(
-            f"strategy.sequence_parallel = {model_parallel_group.size}: {problem}; set it to 1"
-        )
-    return _copies(
-        heads // model_parallel_group.tensor,
-        keys // model_parallel_group.tensor,
-        model_parallel_group,
-    )
+        raise ModelError(f"strategy.sequence_parallel = {ranks.size}: {problem}; set it to 1")
+    return _copies(heads // ranks.tensor, keys // ranks.tensor, ranks)
 
 
-def _copies(heads: int, keys: int, model_parallel_group: ModelParallelGroup) -> int:
+def _copies(heads: int, keys: int, ranks: ModelParallelGroup) -> int:
     """Return the number of copies of each key head with which every rank gets equally many query
     heads and their key heads."""
-    size = model_parallel_group.size
+    size = ranks.size
     copies = size // math.gcd(keys, size)
     if heads % size == 0 and heads % (keys * copies) == 0:
         return copies
     left = "of the model"
-    if model_parallel_group.tensor > 1:
-        left = f"{left} that strategy.tensor_parallel = {model_parallel_group.tensor} leaves to each rank"
+    if ranks.tensor > 1:
+        left = f"{left} that strategy.tensor_parallel = {ranks.tensor} leaves to each rank"
     fits = [1]
     for smaller in range(2, size):
         own_copies = smaller // math.gcd(keys, smaller)
