@@ -1,6 +1,7 @@
 """List the kinds of engines: how each is built, and what the rest of the package asks of it.
 
-Nothing else compares ``engine.kind``. A new kind is a row of ``KINDS`` and a value of the setting.
+A new kind is a row of ``KINDS`` and a value of the setting ``engine.kind``. Besides the settings,
+only ``local_served`` and the memory of sent weights compare that value.
 """
 
 from __future__ import annotations
