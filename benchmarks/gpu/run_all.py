@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -425,7 +426,10 @@ def install(wheels: Path, site: Path) -> str:
     if not absent:
         return f"wheels: none are needed of {wheels}"
     options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(site)]
-    command = [sys.executable, "-m", "pip", "install", *options, *map(str, absent)]
+    # An environment that uv has made has no pip.
+    uv = ["uv", "pip", "install", "--python", sys.executable]
+    pip = [sys.executable, "-m", "pip", "install"] if find_spec("pip") else uv
+    command = [*pip, *options, *map(str, absent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     names = ", ".join(wheel.name.split("-")[0] for wheel in absent)
     if done.returncode:
