@@ -133,9 +133,7 @@ class _PathChange:
     def _value(self, cls: type[Settings], value: object, key: str) -> object:
         """Return ``value``, given where a branch of ``cls`` or a list of them belongs, changed."""
         if isinstance(value, str) and cls.shorthand:
-            is_branch = branch_of(cls, cls.shorthand) is not cls
-            change = self._field if is_branch else self._paths
-            return change(cls, cls.shorthand, value, key)
+            return self._field(cls, cls.shorthand, value, key)
         if isinstance(value, list | tuple):
             return [self._value(cls, one, f"{key}.{i}") for i, one in enumerate(value)]
         return self.branch(cls, value, key) if isinstance(value, Mapping) else value
