@@ -297,7 +297,7 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     from lightrft.learner.controllers import Controllers
     from lightrft.learner.policy_update import Objective, with_loss_weights
     from lightrft.models.actor import Actor
-    from lightrft.trainer.batch_advantages import with_advantages
+    from lightrft.trainer.batch_advantages import advantages_from, with_shaped_rewards
 
     tree = {"algorithm": SETTINGS[name].ours, "sampling": {"max_new_tokens": NEW_TOKENS}}
     config, inputs = build(RLConfig, tree), seen["inputs"]
@@ -311,8 +311,9 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     old = first if SETTINGS[name].updates > 1 else now
     batch = batch.replace(old_logprobs=old, ref_logprobs=first if algorithm.kl.used else None)
     controls = Controllers.of(algorithm)
+    shaped, _ = with_shaped_rewards(batch, config, controls, Requirements.of(config.algorithm))
     batch = with_loss_weights(
-        with_advantages(batch, config, controls, Requirements.of(config.algorithm)),
+        advantages_from(shaped, config, controls),
         config.algorithm,
         config.sampling.max_new_tokens,
     )

@@ -16,23 +16,6 @@ from lightrft.learner.distillation import add_distillation_reward
 from lightrft.types import Batch
 
 
-def with_advantages(
-    batch: Batch, config: RLConfig, controls: Controllers, requirements: Requirements
-) -> Batch:
-    """Add shaped rewards, token rewards, advantages and returns. They are computed in float64.
-
-    Responses whose reward is not finite are dropped.
-
-    Args:
-        batch: the batch of the step.
-        config: settings of the run.
-        controls: KL coefficient and reward scale.
-        requirements: what the algorithm reads.
-    """
-    shaped, _ = with_shaped_rewards(batch, config, controls, requirements)
-    return advantages_from(shaped, config, controls)
-
-
 def with_shaped_rewards(
     batch: Batch, config: RLConfig, controls: Controllers, requirements: Requirements
 ) -> tuple[Batch, Tensor]:
@@ -69,7 +52,7 @@ def with_shaped_rewards(
 
 
 def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Batch:
-    """Compute token rewards, advantages and returns from shaped rewards.
+    """Compute token rewards, advantages and returns from shaped rewards, in float64.
 
     Args:
         batch: the batch with shaped rewards.

@@ -30,9 +30,9 @@ from lightrft.learner.policy_update import (
     with_loss_weights,
 )
 from lightrft.models.actor import TokenScores
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch, rows_of
 from lightrft.utils.errors import ConfigError
+from tests.advantage_helpers import with_advantages
 from tests.numbers.compare import gradient
 from tests.numbers.strategies import SEEDS, batch_of, plain_case
 

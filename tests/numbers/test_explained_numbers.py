@@ -19,8 +19,8 @@ from lightrft.diagnostics.explain import explain
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.models.actor import TokenScores
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch
+from tests.advantage_helpers import with_advantages
 
 LIMIT = 8
 BESIDE = {"sampling": {"max_new_tokens": LIMIT}}

@@ -16,9 +16,9 @@ from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective
 from lightrft.models.actor import TokenScores
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
+from tests.advantage_helpers import with_advantages
 from tests.numbers import distributions as dist
 from tests.numbers.compare import assert_equal, gradient, tensor
 from tests.numbers.strategies import SEEDS, batch_of, plain_case

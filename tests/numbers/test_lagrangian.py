@@ -24,9 +24,9 @@ from lightrft.config.algorithm import LagrangianConfig
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch, Segments
 from lightrft.utils.state_io import load_state, save_state
+from tests.advantage_helpers import with_advantages
 from tests.numbers import oracles_constrained as oracle
 from tests.numbers import test_explained_numbers
 from tests.numbers.compare import tensor

@@ -19,8 +19,8 @@ from lightrft.learner.controllers import Controllers
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.models.actor import TokenScores
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.types import Batch, rows_of
+from tests.advantage_helpers import with_advantages
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, scores_for
 from tests.numbers.oracles import Case

@@ -53,7 +53,6 @@ from lightrft.rewards.scorer import Scorer
 from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.strategy import activation_offload, single
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.trainer.rl import run_rl
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ResourceError, UserError
@@ -67,6 +66,7 @@ from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from tests import warm
+from tests.advantage_helpers import with_advantages
 from tests.numbers.test_explained_numbers import batch
 from tests.serving_helpers import Seen, altered, judge_at, model_server, skip_waits
 from tests.sglang_server import SGLangServer, sglang_server

@@ -12,10 +12,10 @@ from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig, build
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.trainer.batch_advantages import with_advantages
 from lightrft.trainer.rl_step import clipped_share
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
+from tests.advantage_helpers import with_advantages
 from tests.numbers.strategies import batch_of, plain_case
 
 
