@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.utils.errors import did_you_mean
 
 Message = dict[str, Any]
 
@@ -52,6 +53,10 @@ _SPELLINGS = {
 """The names of a role in chat templates, the most common first."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names of reasoning in messages and chat templates."""
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""The names of the arguments of a call: OpenAI's, Llama's, LangChain's and Anthropic's."""
+_CALL = ("id", "type", "index", "function", "name", *_ARGUMENTS)
+"""The fields of a call whose content chat templates write or need not."""
 _WORD = "sentinelword"
 """A word that no chat template writes itself."""
 
@@ -99,7 +104,12 @@ def _calls_of(value: Any, place: str) -> list[Any]:
         inner = dict(function if isinstance(function, Mapping) else call)
         if not isinstance(inner.get("name"), str):
             raise MalformedRow(f"{place}: a call without a name; it has: {', '.join(inner)}")
-        arguments = inner.get("arguments")
+        given = {name: inner.pop(name) for name in _ARGUMENTS if name in inner}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            both = " and ".join(map(repr, named))
+            raise MalformedRow(f"{place}: {both} name the arguments of one call; keep one of them")
+        arguments = given[named[0]] if named else None
         if isinstance(arguments, str):
             arguments = _parsed(arguments, f"{place}, arguments of {inner['name']!r}")
         inner["arguments"] = {} if arguments is None else arguments
@@ -148,16 +158,37 @@ def in_order(messages: Sequence[Message], where: str) -> list[Message]:
 
 
 def _results(results: list[Message], calls: Sequence[Any], where: str) -> list[Message]:
-    """Return the results of ``calls`` in the order of the calls, if their ids name them."""
-    ids = [call.get("id") for call in calls]
-    named = [result.get("tool_call_id") for result in results]
-    if len(results) < 2 or None in named or None in ids:
+    """Return the results of ``calls`` in the order of the calls.
+
+    The id of a result tells its call, or else the name of a tool that is called once. Other results
+    stay in their places.
+
+    Raises:
+        MalformedRow: a result names no call or the call of another one, or a call before it has no
+            result. A chat template without ids would show it as the result of another call.
+    """
+    known = [_text(call.get("id")) for call in calls]
+    named = [_text(result.get("tool_call_id")) for result in results]
+    if len(calls) == len(results) == 1:
         return results
-    unknown = [name for name in named if name not in ids]
-    if unknown or len(set(named)) < len(named):
-        problem = f"results of the calls {', '.join(map(str, named))}"
-        raise MalformedRow(f"{where}: {problem}, and the calls are {', '.join(map(str, ids))}")
-    return sorted(results, key=lambda result: ids.index(result["tool_call_id"]))
+    if "" in known or not any(named):
+        known = [call["function"]["name"] for call in calls]
+        named = [_text(result.get("name")) for result in results]
+        if len(set(known)) < len(known) or not set(named) <= set(known):
+            return results
+    places = [
+        (known.index(name) if name in known else -1) if name else k for k, name in enumerate(named)
+    ]
+    if sorted(places) != list(range(len(places))):
+        given = ", ".join(name or "(no id)" for name in named)
+        problem = f"results of the calls {given}, and the calls are {', '.join(known)}"
+        raise MalformedRow(f"{where}: {problem}; write one result of each call, from the first")
+    return [result for _, result in sorted(zip(places, results), key=lambda pair: pair[0])]
+
+
+def _text(name: object) -> str:
+    """Return an id or a name as text. Empty for null."""
+    return "" if name is None else str(name)
 
 
 class MessageFit:
@@ -192,8 +223,39 @@ class MessageFit:
             known = self._known[key]
             if isinstance(known, str):
                 raise MalformedRow(f"{where}: {known}")
+            self._tell_role(message["role"], where)
+            self._tell_calls(message.get("tool_calls") or (), where)
             fitted.append(known(message))
         return fitted
+
+    def _tell_role(self, role: str, where: str) -> None:
+        """Warn once about a role that no format has, since a template may write any name."""
+        if role in ROLES.values() or (role, "") in self._told:
+            return
+        self._told.add((role, ""))
+        hint = did_you_mean(role, ROLES)
+        told = "the chat template writes it as it is"
+        _log.warning("%s: the role %r has no known meaning, and %s%s", where, role, told, hint)
+
+    def _tell_calls(self, calls: Sequence[Any], where: str) -> None:
+        """Warn once about each field of a call that the chat template does not write."""
+        for call in calls:
+            for field in {*call, *call["function"]}.difference(_CALL):
+                name = f"tool_calls.{field}"
+                if ("assistant", name) not in self._told and not self._writes(field):
+                    self._tell("assistant", name, where)
+
+    def _writes(self, field: str) -> bool:
+        """Return True if the template writes ``field`` of a call, or of the function in it."""
+        call: Message = _call("look", as_text=False)
+        call = {**call, field: _WORD, "function": {**call["function"], field: _WORD}}
+        user: Message = {"role": "user", "content": "Hello"}
+        try:
+            asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return _WORD in self._render([user, asked])
+        # A template can raise any error, by jinja or by its own checks.
+        except Exception:
+            return False
 
     def _examined(
         self, role: str, fields: Sequence[str], where: str
@@ -284,7 +346,7 @@ class MessageFit:
         return text
 
 
-def _call(word: str, *, as_text: bool) -> dict[str, object]:
+def _call(word: str, *, as_text: bool) -> Message:
     """Return a call of the tool ``word``, which is its argument too."""
     arguments: object = json.dumps({"value": word}) if as_text else {"value": word}
     # an id that Mistral's templates accept

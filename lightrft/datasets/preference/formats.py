@@ -160,7 +160,8 @@ def format_of(
     if not fitting:
         layouts = [*FORMATS.values(), SCORED, COST] if scored else FORMATS.values()
         known = "; ".join(f"{one.name}: {one.columns}" for one in layouts)
-        have = ", ".join(row) or "nothing"
+        names = (name if value is not None else f"{name} (empty)" for name, value in row.items())
+        have = ", ".join(names) or "nothing"
         raise MalformedRow(
             f"{where}: no preference in the row, which has: {have}. Name the columns of "
             "the two responses in data.columns.chosen and data.columns.rejected. Known without "

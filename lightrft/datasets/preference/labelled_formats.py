@@ -68,11 +68,12 @@ def _ends_with_assistant(row: Row, columns: PreferenceColumns) -> bool:
         messages = look_up(row, name)
         if isinstance(messages, str):
             messages = json_messages(messages)
-        if isinstance(messages, list | tuple) and messages:
-            last = messages[-1]
-            if not isinstance(last, Mapping):
-                return False
-            return known_role(last.get("role") or last.get("from")) == "assistant"
+        last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+        if isinstance(last, Mapping):
+            role = known_role(last.get("role") or last.get("from"))
+            # A prompt of messages may stand next to the whole conversation.
+            if role == "assistant":
+                return True
     return False
 
 

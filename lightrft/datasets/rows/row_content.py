@@ -204,7 +204,7 @@ def column_prompt(row: Row, columns: Columns, where: str, *, has_response: bool)
                 value = with_input(row)
             except ValueError as error:
                 raise MalformedRow(f"{where}: {error}") from None
-        elif not has_response and isinstance(value, str):
+        elif not has_response and name not in CONVERSATIONS:
             value = _conversation_of(row, name, value, where)
     return raw_prompt(value, where)
 
@@ -369,8 +369,8 @@ def _is_rule(label: object) -> bool:
     return isinstance(label, str) and RULE.fullmatch(label) is not None
 
 
-def _conversation_of(row: Row, name: str, prompt: str, where: str) -> object:
-    """Return the messages of a row that begin with the text ``prompt``, or ``prompt`` without any.
+def _conversation_of(row: Row, name: str, prompt: object, where: str) -> object:
+    """Return the messages of a row that begin with ``prompt``, or ``prompt`` without any.
 
     Raises ``MalformedRow`` for messages that begin with something else.
     """
@@ -379,15 +379,23 @@ def _conversation_of(row: Row, name: str, prompt: str, where: str) -> object:
         value = json_messages(value) if isinstance(value, str) else value
         if other == name or not has_content(value) or not isinstance(value, list | tuple):
             continue
+        asked = as_messages(raw_text(prompt, "", where))
+        if asked[-1:] and asked[-1]["role"] == "assistant":
+            return prompt
         messages = as_messages(raw_text(value, "", where))
-        first = messages[1:] if is_system(messages) else messages
-        content = first[0]["content"] if first else None
-        if isinstance(content, str) and content.strip() == prompt.strip():
+        first = messages[1:] if is_system(messages) and not is_system(asked) else messages
+        if [_words(m) for m in first[: len(asked)]] == [_words(m) for m in asked]:
             return row[other]
         problem = f"the columns {name!r} and {other!r} hold two prompts"
         way_out = f"name one of them in data.columns.prompt, e.g. {other}"
         raise MalformedRow(f"{where}: {problem}; {way_out}")
     return prompt
+
+
+def _words(message: Message) -> tuple[str, object]:
+    """Return role and content of a message, without space around a text."""
+    content = message["content"]
+    return message["role"], content.strip() if isinstance(content, str) else content
 
 
 def _system(row: Row, columns: Columns, prompt: Raw, where: str) -> list[Message]:

@@ -102,11 +102,10 @@ def _is_begun(row: RecordedRow, columns: Columns, where: str, prefill: object) -
     if prefill != "auto":
         return bool(prefill)
     name = prompt_column(unrecorded(row), columns, where)
-    value = look_up(unrecorded(row), name)
-    if isinstance(value, str) and json_messages(value) is None and not is_transcript(value):
-        # The messages are those of another column.
+    if name.rpartition(".")[2] in CONVERSATIONS:
         return False
-    return name.rpartition(".")[2] not in CONVERSATIONS
+    # Otherwise the turn is of another column, which holds the whole conversation.
+    return ends_with_assistant(raw_prompt(look_up(unrecorded(row), name), where))
 
 
 def check_begun(prompt: Raw, prefill: object, where: str) -> bool:
@@ -166,6 +165,9 @@ def parsed_row(
     asked, said, places = place_media(asked, said, finder, row)
     turn_weights = pop_turn_weights(asked, said, where)
     if is_begun and isinstance(asked, list):
+        if asked[-1].get("tool_calls"):
+            problem = "the prompt ends with a call of a tool, which no response can continue"
+            raise MalformedRow(f"{where}: {problem}; add the tool's result, or leave the call out")
         if said and not isinstance(said, str) and said[0]["role"] != "assistant":
             raise MalformedRow(
                 f"{where}: the prompt ends with the assistant's message, and the response begins "

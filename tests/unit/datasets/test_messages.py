@@ -101,6 +101,36 @@ def test_arguments_as_json_text_are_one_object():
     assert '"arguments": {"a": 1}' in shown([*talk, old])
 
 
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+def test_arguments_have_the_name_of_other_formats_too(name):
+    for call in ({"name": "add", name: {"a": 1}}, {"function": {"name": "add", name: {"a": 1}}}):
+        found = shown([said("user", "Q"), said("assistant", "", tool_calls=[call])])
+        assert '{"name": "add", "arguments": {"a": 1}}' in found
+    twice = [{**CALL, name: {"b": 2}}]
+    with pytest.raises(MalformedRow, match=f"'arguments' and '{name}' name the arguments of one"):
+        shown([said("user", "Q"), said("assistant", "", tool_calls=twice)])
+
+
+def test_fields_of_calls_and_roles_that_no_format_has_are_told_once(caplog):
+    calls = [{"note": "SECRET", "function": {**CALL, "strict": "SECRET"}}]
+    talk = [said("asistant", "Q"), said("user", "Q"), said("assistant", "", tool_calls=calls)]
+    encoder = ChatEncoder(DataConfig(), PUBLISHED["qwen2.5"].tokenizer())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            encoder.conversation(read_conversation(talk, "row 1"))
+    role, *fields = caplog.messages
+    assert role.startswith("row 1: the role 'asistant' has no known meaning")
+    assert role.endswith("did you mean 'assistant'?")
+    assert sorted(line.split("'")[1] for line in fields) == ["tool_calls.note", "tool_calls.strict"]
+    # A template that writes the whole call loses nothing.
+    whole = PUBLISHED["qwen2.5"].tokenizer()
+    whole.chat_template = whole.chat_template.replace("f.arguments | tojson", "call | tojson")
+    caplog.clear()
+    encoder = ChatEncoder(DataConfig(), whole)
+    encoder.conversation(read_conversation(talk[1:], "row 1"))
+    assert not caplog.messages
+
+
 def test_a_template_that_joins_arguments_as_text_gets_text():
     template = PUBLISHED["qwen2.5"].template.replace(
         "{{ f.arguments | tojson }}", "{{ '' + f.arguments }}"
@@ -117,11 +147,37 @@ def test_results_follow_the_order_of_their_calls():
     calls = [{"id": i, "type": "function", "function": CALL} for i in "xyz"]
     talk = [said("user", "Q"), said("assistant", "", tool_calls=calls)]
     results = [said("tool", f"result {i}", tool_call_id=i) for i in "xyz"]
-    for order in ([1, 0, 2], [2, 1, 0], [1, 2]):
+    for order in ([1, 0, 2], [2, 1, 0], [1, 0]):
         given_order = [results[k] for k in order]
         assert shown([*talk, *given_order]) == shown([*talk, *(results[k] for k in sorted(order))])
-    with pytest.raises(MalformedRow, match="results of the calls x, w, and the calls are x, y, z"):
-        shown([*talk, results[0], said("tool", "?", tool_call_id="w")])
+    # A result in its own place needs no id.
+    nameless = said("tool", "result y")
+    assert shown([*talk, results[0], nameless]) == shown([*talk, *results[:2]])
+    numbered = [{**call, "id": k} for k, call in enumerate(calls)]
+    by_text = [said("tool", f"result {i}", tool_call_id=str(k)) for k, i in enumerate("xyz")]
+    found = shown([talk[0], said("assistant", "", tool_calls=numbered), *by_text[::-1]])
+    assert found == shown([*talk, *results])
+
+
+@pytest.mark.parametrize("ids", ["xw", "y", "yz", "xx", "-x", "w"])
+def test_a_result_that_would_be_shown_as_that_of_another_call_is_refused(ids):
+    calls = [{"id": i, "type": "function", "function": CALL} for i in "xyz"]
+    talk = [said("user", "Q"), said("assistant", "", tool_calls=calls)]
+    results = [said("tool", i, tool_call_id=None if i == "-" else i) for i in ids]
+    given_ids = ", ".join(ids).replace("-", r"\(no id\)")
+    problem = f"results of the calls {given_ids}, and the calls are x, y, z; write one result"
+    with pytest.raises(MalformedRow, match=problem):
+        shown([*talk, *results])
+
+
+def test_results_without_ids_follow_the_names_of_tools_that_are_called_once():
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("add", "mul")]
+    talk = [said("user", "Q"), said("assistant", "", tool_calls=calls)]
+    results = [said("tool", "3", name="add"), said("tool", "2", name="mul")]
+    assert shown([*talk, *results[::-1]]) == shown([*talk, *results])
+    again = said("assistant", "", tool_calls=[calls[0]] * 2)
+    kept = shown([talk[0], again, said("tool", "3", name="add"), said("tool", "4", name="add")])
+    assert kept.index("3") < kept.index("4")
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])

@@ -345,6 +345,9 @@ def test_openrlhf_keys_are_settings_of_the_columns() -> None:
     said = "no preference in the row, which has: ask, good, bad. Name .* data.columns.chosen and"
     with pytest.raises(MalformedRow, match=said):
         read(row)
+    unlabelled = {"prompt": "What?", "completion": BLUE, "label": None}
+    with pytest.raises(MalformedRow, match=r"which has: prompt, completion, label \(empty\)"):
+        read(unlabelled)
 
 
 PKU = {

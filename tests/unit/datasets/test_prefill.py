@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,22 @@ def test_a_response_that_continues_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MalformedRow, match=r"data\.prefill"):
         rows = {"messages": PROMPT, "response": " 2."}
         examples(tmp_path, rows, columns={"response": "response"})
+
+
+@pytest.mark.parametrize("text", ["", "I add."])
+def test_a_call_of_a_tool_at_the_end_of_a_prompt_is_refused(tmp_path: Path, text: str) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    prompt = [ASKED, {"role": "assistant", "content": text, "tool_calls": [call]}]
+    rows, tokenizer = rows_of(prompt, " 2."), PUBLISHED["qwen2.5"].tokenizer()
+    readers = {
+        "rl": prompts,
+        "sft": examples,
+        "pair": compared,
+        "labelled": partial(compared, kind="labelled"),
+    }
+    for name, reader in readers.items():
+        with pytest.raises(MalformedRow, match="ends with a call of a tool"):
+            reader(tmp_path, rows[name], tokenizer=tokenizer)
 
 
 def test_a_response_of_messages_continues_the_turn_and_keeps_what_follows(tmp_path: Path) -> None:

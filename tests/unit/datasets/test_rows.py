@@ -119,6 +119,10 @@ def test_system_message_and_history_come_before_the_prompt_in_every_verb(
             {"prompt": "1?", "messages": [{"role": "user", "content": "2?"}, TOLD]},
             "'prompt' and 'messages' hold two prompts; .*data.columns.prompt",
         ),
+        (
+            {"prompt": [ASKED], "messages": [{"role": "user", "content": "2?"}, TOLD]},
+            "'prompt' and 'messages' hold two prompts; .*data.columns.prompt",
+        ),
     ],
 )
 def test_a_system_message_or_history_that_cannot_be_used_is_refused_by_name(
@@ -148,8 +152,11 @@ def test_a_worked_solution_is_learned_and_its_answer_is_the_label(
     assert (prompt.label, prompt.reference) == ("2", "1+1 is 2.")
 
 
-def test_messages_that_begin_with_the_prompt_are_the_conversation(tmp_path: Path) -> None:
-    row = {"prompt": "0+0?", "prompt_id": "a1", "messages": [*PAST, ASKED, TOLD]}
+@pytest.mark.parametrize("asked", ["0+0?", PAST[:1]])
+def test_messages_that_begin_with_the_prompt_are_the_conversation(
+    tmp_path: Path, asked: Any
+) -> None:
+    row = {"prompt": asked, "prompt_id": "a1", "messages": [*PAST, ASKED, TOLD]}
     (example,) = examples(tmp_path, row, turns="last")
     (prompt,) = prompts(tmp_path, row)
     assert learned(example) == (prompt.text, "2<|im_end|>")
