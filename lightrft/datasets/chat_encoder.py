@@ -575,6 +575,8 @@ class ChatEncoder(TextEncoder):
         # media without a place in the row go to the marks of the template
         free = [match[0] for match in MARK.finditer(front)]
         literals = [self.reads.with_places(literal, free) for literal, _ in template]
+        # a marker of the template without media is a word of the prompt, like one of the row
+        record.words = max(record.words, sum(map(self.reads.spelled, literals)))
         prompt = "".join(free) + prompt.removeprefix(front)
         if all(name != "prompt" for _, name in template):
             # without a field for the prompt, its media come first

@@ -56,7 +56,19 @@ def media_files(question: Raw) -> list[tuple[str, bytes]]:
     contents = [message["content"] for message in question]
     parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list | tuple))
     kinds = [(kind, part) for part in parts if (kind := kind_of(part)) is not None]
-    return [(kind, _file(read_part(part, kind, "a prompt")[0], kind)) for kind, part in kinds]
+    files = []
+    for kind, part in kinds:
+        value, settings = read_part(part, kind, "a prompt")
+        _check_whole(settings)
+        files.append((kind, _file(value, kind)))
+    return files
+
+
+def _check_whole(settings: Mapping[str, Any]) -> None:
+    """Raise ``MalformedRow`` for settings of an item that uses a part of its video."""
+    if not settings.keys().isdisjoint(("start", "end")):
+        problem = "a judge gets whole files, and the row sets video_start or video_end"
+        raise MalformedRow(f"{problem}; cut the video, and leave them out")
 
 
 def _file(value: object, kind: str) -> bytes:
@@ -78,8 +90,9 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind is None:
         return dict(part)
     # the server decides how many pixels and frames its judge gets
-    value, _ = read_part(part, kind, "a question to a judge")
-    if isinstance(value, str) and value.startswith(("http://", "https://", "data:")):
+    value, settings = read_part(part, kind, "a question to a judge")
+    _check_whole(settings)
+    if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://", "data:")):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": value}}
     data = _file(value, kind)
     found = next((name for start, name in _TYPES.items() if data.startswith(start)), _USUAL[kind])

@@ -43,17 +43,22 @@ class AudioSettings:
         resample: if True, sound of another rate is resampled. Otherwise it is refused.
         max_seconds: longest duration in seconds. None means no limit.
         most_bytes: largest memory for decoding, in bytes.
+        declared: sampling rate that the row states, in Hz. None means no such rate.
     """
 
     rate: int
     resample: bool
     max_seconds: float | None
     most_bytes: float = math.inf
+    declared: int | None = None
 
     def check(self, samples: int, rate: int) -> None:
         """Raise ``ValueError`` if the sampling rate or the number of ``samples`` is refused."""
         if not 1 <= rate <= HIGHEST_RATE:
             raise ValueError(f"the sound has a rate of {rate}")
+        if self.declared not in (None, rate):
+            problem = f"sampling_rate is {self.declared}, and the sound has {rate} samples a second"
+            raise ValueError(f"{problem}; leave it out, or convert the file")
         if rate != self.rate and not self.resample:
             problem = f"the sound has {rate} samples a second, the model takes {self.rate}"
             raise ValueError(f"{problem}; set data.media.resample: true")

@@ -150,9 +150,8 @@ class Fetch:
         scheme = urlparse(text).scheme if "://" in text[:16] else ""
         if scheme in ("http", "https"):
             return self._download(text)
-        if scheme == "file":
-            local = text.removeprefix("file://").removeprefix("localhost")
-            return self._file(Path(unquote(local)))
+        if local := local_path(text):
+            return self._file(Path(local))
         if scheme:
             raise ValueError(f"{shown(text)}: only http, https and file addresses can be read")
         is_base64 = len(text) >= 64 and _BASE64.fullmatch(text) is not None
@@ -241,6 +240,13 @@ def picture_formats() -> tuple[str, ...]:
 def is_data_url(text: str) -> bool:
     """Return True if ``text`` is a ``data:`` URL. Its scheme has letters of any case."""
     return text[:5].lower() == "data:"
+
+
+def local_path(text: str) -> str:
+    """Return the path that a ``file:`` URL names. Empty for any other text."""
+    if text[:7].lower() != "file://":
+        return ""
+    return unquote(text[7:].removeprefix("localhost"))
 
 
 def is_missing(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lightrft.datasets.media.fetch import local_path
 from lightrft.datasets.media.items import Item
 
 
@@ -19,7 +20,7 @@ def identity(item: Item) -> bytes:
     A file counts by its path, size and modification time, and a URL by its text.
     """
     found = hashlib.blake2b(digest_size=20)
-    found.update(repr((item.kind, item.min_pixels, item.max_pixels, item.fps)).encode())
+    found.update(repr(item.settings).encode())
     for part in _parts(item.value, item.root):
         found.update(part)
     return found.digest()
@@ -33,7 +34,7 @@ def _parts(value: Any, root: Path) -> Iterator[bytes]:
         text = fspath(value)
         yield text.encode()
         # A text that is no path, such as base64, may be too long for one.
-        path = root / text.removeprefix("file://") if len(text) < 4096 else None
+        path = root / (local_path(text) or text) if len(text) < 4096 else None
         if path is not None and path.is_file():
             about = path.stat()
             yield repr((about.st_size, about.st_mtime_ns)).encode()

@@ -6,6 +6,7 @@ chat templates like ordinary text. Rows must not contain these characters.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -54,6 +55,7 @@ class Item:
         max_frames: largest number of frames. None means ``data.media.max_frames``.
         start: first second of a video to use. None means its start.
         end: last second of a video to use. None means its end.
+        sampling_rate: rate in Hz that the row states for a sound. None means no such rate.
         corruption: seed of a corruption of the decoded item. None means none.
     """
 
@@ -72,6 +74,7 @@ class Item:
     max_frames: int | None = None
     start: float | None = None
     end: float | None = None
+    sampling_rate: int | None = None
     corruption: int | None = None
 
     @property
@@ -144,6 +147,8 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         kind: the media kind of the column.
         root: folder of relative paths.
     """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json_list(value)
     if not isinstance(value, list | tuple):
         return [] if is_missing(value) else [value]
     # The samples of one sound, of which one may be missing.
@@ -160,6 +165,14 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         nested = [item if isinstance(item, list | tuple) else [item] for item in some]
         return [item for items in nested for item in items if not is_missing(item)]
     return some
+
+
+def _json_list(text: str) -> object:
+    """Return the list that ``text`` spells in JSON, as CSV files have it, or ``text`` itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def is_same(first: object, second: object, root: Path) -> bool:

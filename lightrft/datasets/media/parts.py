@@ -55,6 +55,10 @@ def _frames(value: object) -> int:
     return _whole(value, "frames")
 
 
+def _hertz(value: object) -> int:
+    return _whole(value, "samples a second")
+
+
 def _rate(value: object) -> float:
     rate = _number(value)
     # nan fails every comparison
@@ -92,6 +96,7 @@ SETTINGS: Mapping[str, _Setting] = {
     "max_frames": _Setting("max_frames", ("video",), _frames),
     "video_start": _Setting("start", ("video",), _second),
     "video_end": _Setting("end", ("video",), _second),
+    "sampling_rate": _Setting("sampling_rate", ("audio",), _hertz),
 }
 """Settings of an item, by the names of ``qwen-vl-utils`` and of transformers' processors."""
 KEYS: Mapping[str, str] = {one.field: key for key, one in reversed(SETTINGS.items())}
@@ -162,11 +167,11 @@ def _read(part: Mapping[str, object], kind: str, where: str, settings: dict[str,
             contents[key] = value
         elif key == "detail" and kind == "image":
             _check_detail(value, where)
-        elif key != "sampling_rate" or kind != "audio":
+        else:
             names = (*known, *(name for name, of in SETTINGS.items() if kind in of.kinds))
             raise _unknown(key, names, f"part of type {kind!r}", where)
-    if "sampling_rate" in part and kind == "audio":
-        contents["sampling_rate"] = part["sampling_rate"]
+    if "array" in contents and "sampling_rate" in settings:
+        contents["sampling_rate"] = settings["sampling_rate"]
     return _content(contents, kind, where, settings)
 
 

@@ -62,6 +62,10 @@ class SupportedMedia:
             free[:] = [place for place in free if place in rest or place not in own]
         return text
 
+    def spelled(self, text: str) -> int:
+        """Return the number of markers in ``text``."""
+        return sum(text.count(one) for spellings in self.spellings.values() for one in spellings)
+
 
 NOTHING = SupportedMedia()
 
@@ -347,6 +351,9 @@ class MediaFinder:
         if not isinstance(value, Mapping):
             return self._add(Item(kind, value, where, self.root))
         content, settings = read_part(value, kind, where)
+        if content is None:
+            have = ", ".join(map(str, value)) or "nothing"
+            raise MalformedRow(f"{where}: no content of the {kind}; the item has: {have}")
         return self._add(Item(kind, content, where, self.root, **settings))
 
     def _add(self, item: Item) -> str:

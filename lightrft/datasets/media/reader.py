@@ -302,6 +302,7 @@ class MediaReader:
             config.resample,
             config.max_seconds,
             config.max_decoded_mb * 2**20,
+            declared=item.sampling_rate,
         )
 
 

@@ -238,12 +238,26 @@ def test_a_column_that_has_no_image_is_no_image(missing: Any, eye: Rig, folder: 
     assert not found.media and found.token_ids == prompt(eye, folder, {"prompt": "what?"}).token_ids
 
 
-def test_a_list_in_a_list_of_images_has_images(eye: Rig, folder: Path) -> None:
-    nested = prompt(eye, folder, {"prompt": "what?", "images": [["a.png", "b.png"]]})
+@pytest.mark.parametrize("images", [[["a.png", "b.png"]], ' ["a.png", "b.png"]'])
+def test_a_list_in_a_list_or_in_json_text_has_images(images: Any, eye: Rig, folder: Path) -> None:
+    nested = prompt(eye, folder, {"prompt": "what?", "images": images})
     flat = prompt(eye, folder, {"prompt": "what?", "images": ["a.png", "b.png"]})
     assert nested.token_ids == flat.token_ids
+    (folder / "[a].png").write_bytes((folder / "a.png").read_bytes())
+    assert prompt(eye, folder, {"prompt": "what?", "images": "[a].png"}).media
     frames = [["a.png", "a.png"]]
     assert listed(frames, "video", folder) == frames
+
+
+def test_an_item_without_content_names_what_it_has(eye: Rig, folder: Path) -> None:
+    for item, have in (({}, "nothing"), ({"max_pixels": 300}, "max_pixels")):
+        with pytest.raises(MalformedRow, match=f"no content of the image; the item has: {have}"):
+            prompt(eye, folder, {"prompt": "what?", "images": [item]})
+
+
+def test_the_scheme_of_a_file_may_have_capitals(eye: Rig, folder: Path) -> None:
+    found = prompt(eye, folder, {"prompt": "what?", "images": f"FILE://{folder}/%61.png"})
+    assert found.token_ids == prompt(eye, folder, {"prompt": "what?", "images": "a.png"}).token_ids
 
 
 @settings(max_examples=60, deadline=None)
@@ -315,6 +329,19 @@ def test_a_mark_without_media_is_a_word_that_is_counted(word: str, eye: Rig, fol
     assert spoken.prompt_ids == found[0].token_ids
     part = dataset(eye, folder, asked({"type": "text", "text": text}))
     assert part[0].token_ids == found[0].token_ids
+
+
+def test_a_mark_of_the_template_without_media_is_a_word_that_is_counted(
+    eye: Rig, folder: Path
+) -> None:
+    rows = [
+        {"prompt": "what?", "image": "a.png"},
+        {"prompt": "<image>what?", "image": "a.png"},
+        {"prompt": "what?"},
+    ]
+    found = dataset(eye, folder, *rows, template="<image>{prompt}")
+    assert [one.text.count("<image>") for one in found] == [0, 1, 1]
+    assert found.counts["media_words"] == 2
 
 
 def test_marks_can_be_turned_off(eye: Rig, folder: Path) -> None:

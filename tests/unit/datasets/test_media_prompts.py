@@ -427,6 +427,11 @@ def test_sound_comes_at_the_rate_of_the_model(ear: Rig, folder: Path) -> None:
     torch.testing.assert_close(
         file.media["input_features"].values, array.media["input_features"].values, atol=1e-3, rtol=0
     )
+    told = {"path": "low.wav", "sampling_rate": 8000}
+    (same,) = prompts(ear, folder, {"prompt": "x", "audio": told})
+    assert same.token_ids == file.token_ids
+    with pytest.raises(MalformedRow, match="rate is 44100, and the sound has 8000 samples"):
+        prompts(ear, folder, {"prompt": "x", "audio": {**told, "sampling_rate": 44100}})
     with pytest.raises(
         MalformedRow, match=r"low\.wav.*8000 samples a second, the model takes 16000"
     ):

@@ -25,7 +25,7 @@ from lightrft.learner.preference_examples import preference_to_batch
 from lightrft.types import CORRUPTED, GOLD
 from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.media_helpers import Rig, rig
-from tests.unit.datasets.media_files import picture
+from tests.unit.datasets.media_files import clip, picture
 from tests.unit.datasets.tokenizers import (
     FORGETS,
     NO_END,
@@ -497,6 +497,19 @@ def test_a_digest_follows_the_picture_and_reads_no_row_again(
         data = examples([row], eye.tokenizer, processor=eye.processor)
         monkeypatch.setattr(data._sources, "record", None)
         digests.append(data.digest())
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_digest_follows_every_setting_of_an_item(
+    examples: Make, eye: Rig, tmp_path: Path
+) -> None:
+    clip(tmp_path / "c.mp4", frames=24)
+    digests = []
+    # One number of tokens, of other frames.
+    for start in (0.0, 0.0, 1.0):
+        item = {"video": "c.mp4", "nframes": 4, "video_start": start}
+        row = {"prompt": "<video>what?", "chosen": "a cat", "rejected": "a dog", "videos": [item]}
+        digests.append(examples([row], eye.tokenizer, processor=eye.processor).digest())
     assert digests[0] == digests[1] != digests[2]
 
 

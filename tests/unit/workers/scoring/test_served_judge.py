@@ -261,6 +261,12 @@ def test_media_are_sent_as_base64_and_what_cannot_be_sent_fails_its_responses(fo
         chat_messages(
             [{"role": "user", "content": [{"type": "video", "video": np.zeros((2, 2, 2, 3))}]}]
         )
+    shouted = [{"type": "image", "image": f"DATA:{image['image_url']['url'][5:]}"}]
+    (sent,) = chat_messages([{"role": "user", "content": shouted}])[0]["content"]
+    assert sent["image_url"]["url"] == shouted[0]["image"]
+    cut = [{"type": "video", "video": "c.mp4", "video_start": 1.0}]
+    with pytest.raises(MalformedRow, match="a judge gets whole files"):
+        chat_messages([{"role": "user", "content": cut}])
     chat = Chat()
     with answering(*chat.endpoints()) as (url, _):
         judge = judge_of(folder, url=url)
