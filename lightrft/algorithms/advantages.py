@@ -30,13 +30,14 @@ from lightrft.algorithms.token_ops import (
     whiten,
 )
 from lightrft.config.algorithm import AdvantageConfig
+from lightrft.config.presets import preset_hint
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Advantage = Callable[..., tuple[Tensor, Tensor]]
-ADVANTAGES: Registry[Advantage] = Registry("advantage")
+ADVANTAGES: Registry[Advantage] = Registry("advantage", preset_hint)
 
 
 def scores(batch: Batch, token_rewards: Tensor, rows: TokenRows) -> Tensor:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightrft.algorithms.token_ops import TokenRows, group_sum
+from lightrft.config.presets import preset_hint
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Aggregation = Callable[[TokenRows, int], Tensor]
-AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", preset_hint)
 
 
 @AGGREGATIONS.register(

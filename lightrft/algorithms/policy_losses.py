@@ -22,12 +22,13 @@ from collections.abc import Callable
 
 from lightrft.algorithms.token_ops import LIMIT, TokenRows, clamp_log_ratio, ratio_of
 from lightrft.config.algorithm import LossConfig
+from lightrft.config.presets import preset_hint
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Stats = dict[str, Tensor]
 PolicyLoss = Callable[..., tuple[Tensor, Stats]]
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", preset_hint)
 ROUNDING = 1e-4
 """Relative difference of two weights that comes from rounding of log-probs alone."""
 

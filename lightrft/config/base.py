@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from lightrft.config.misread_values import misread
 from lightrft.config.other_names.lookup import answer
 from lightrft.config.setting_paths import branch_of, read_beside
 from lightrft.utils.atomic_files import nearest_name
@@ -47,15 +48,30 @@ class Settings(BaseModel):
         validate_default=True,
         # Pydantic reserves names with ``model_``, which ``launch.ray.model_devices`` has.
         protected_namespaces=(),
+        # NaN passes every bound, and no setting has a use for infinity. Options of functions may.
+        allow_inf_nan=False,
         # By default infinity is written as null, and read back as another value.
         ser_json_inf_nan="constants",
     )
     shorthand: ClassVar[str | None] = None
-    """Name of the field that a bare string or number in place of the branch sets."""
+    """Name of the field that a bare string, number or list in place of the branch sets."""
     paths: ClassVar[tuple[str, ...]] = ()
     """Fields that hold paths to read; see ``lightrft.config.setting_paths``."""
     functions: ClassVar[tuple[str, ...]] = ()
     """Fields that name functions; see ``lightrft.config.setting_paths``."""
+    texts: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be null or empty, as text that the model reads may."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misread(cls, tree: object) -> object:
+        """Refuse values that pydantic or a user of the field would read as another value."""
+        for name, value in tree.items() if is_branch(tree) else ():
+            if name in cls.model_fields and (
+                problem := misread(cls.model_fields[name], value, name in cls.texts)
+            ):
+                raise ValueError(f"{name} = {inline_yaml(value)}: {problem}")
+        return tree
 
     @model_validator(mode="before")
     @classmethod
@@ -280,9 +296,15 @@ def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
 def _expanded(branch: type[Settings], value: object) -> object:
     """Return ``value`` of a branch of class ``branch``, with its bare values expanded."""
     # The exact types: ``bool`` is a subclass of ``int``, and true stands for no branch.
-    if branch.shorthand and type(value) in (str, int, float):
+    if branch.shorthand and type(value) in (str, int, float, *_lists(branch, branch.shorthand)):
         value = {branch.shorthand: value}
     return expand_shorthand(branch, value) if is_branch(value) else value
+
+
+def _lists(cls: type[Settings], name: str) -> tuple[type, ...]:
+    """Return the types of a list of values, if the field ``name`` takes one."""
+    is_list = typing.get_origin(cls.model_fields[name].annotation) is tuple
+    return (list, tuple) if is_list else ()
 
 
 def _entry(cls: type[Settings], key: str) -> type[Settings] | None:

@@ -203,7 +203,9 @@ class DataConfig(Settings):
     """Rows to prompts or conversations."""
 
     shorthand: ClassVar[str | None] = "sources"
-    """The setting that a bare string or number stands for."""
+    """The setting that a bare string or list stands for."""
+    texts: ClassVar[tuple[str, ...]] = ("system",)
+    """The settings of this section that may be empty."""
     sources: Annotated[tuple[SourceConfig, ...], strings_as("path")] = ()
     """Sources of rows. One path, or a list of paths and tables; see ``SourceConfig``."""
     columns: Columns = Columns()

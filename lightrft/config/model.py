@@ -131,7 +131,7 @@ class ModelConfig(Settings):
 class TrainedModelConfig(ModelConfig):
     """A policy that is trained."""
 
-    router_aux_loss_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    router_aux_loss_coef: float = Field(0.0, ge=0)
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, as
     transformers pools layers), over all tokens of an optimizer step; 0 adds none. Set it where
     training sends most tokens to few experts; configs of models have 0.001 to 0.02. It costs one
@@ -200,7 +200,7 @@ class MergeInput(Settings):
 
     model: str
     """Hugging Face folder, name on the hub, folder of PEFT adapters, run folder or checkpoint."""
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Weight of the model, or of its task vector."""
     density: float = Field(1.0, gt=0, le=1)
     """Fraction of the values of a task vector that ``ties`` and ``dare_*`` keep: the largest, or
@@ -228,9 +228,9 @@ class MergeConfig(Settings):
     """Position of ``slerp``: 0 is the first model, 1 is the second."""
     normalize: bool | None = None
     """Divide by the sum of the weights. ``null`` does so for ``linear`` and ``ties``."""
-    scale: float = Field(1.0, allow_inf_nan=False)
+    scale: float = 1.0
     """Factor of the merged task vector, the lambda of TIES."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the values that ``dare_*`` drops."""
     tokenizer_source: str | None = None
     """Model whose tokenizer, chat template and processor are copied. ``null`` takes ``base_model``,

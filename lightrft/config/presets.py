@@ -539,6 +539,15 @@ METHOD_VERBS = {
 """Name of a method that is no preset to the verb that trains by it."""
 
 
+def preset_hint(name: str) -> str:
+    """Return ``; `` and the setting that takes the preset ``name``, or "".
+
+    It is for a part, such as a loss, that is called by the name of a method.
+    """
+    method = name.lower()
+    return f"; it is a preset: algorithm={method}." if method in PRESETS else ""
+
+
 def other_verb(name: str, presets: Iterable[str], verb: str, section: str) -> str:
     """Return ``; `` and the verb that trains by the method ``name``, or "".
 

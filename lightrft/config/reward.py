@@ -21,7 +21,7 @@ class RewardTerm(Settings):
 
     function: str
     """Reward function: a registered name, ``package.module:function`` or ``file.py:function``."""
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Factor of this term in the sum."""
     name: str | None = None
     """Name of this term in metrics; ``null`` takes the name of the function."""
@@ -108,7 +108,7 @@ class ScoringModelConfig(Settings):
     samples then fail, and are counted."""
     max_in_flight: int = Field(4, ge=1)
     """Largest number of requests to ``url`` at once."""
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Factor of the score in the reward."""
     name: str | None = None
     """Name of this term in metrics; ``null`` takes the name of the head."""
@@ -190,7 +190,7 @@ class JudgeConfig(QuestionConfig):
     top_logprobs: int = Field(20, ge=1)
     """Number of likely tokens that ``url`` is asked for, where probabilities are read. A verdict
     that is not among them has probability 0, which is counted."""
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Factor of the score, from 0 to 1, in the reward."""
     name: str = "judge"
     """Name of this term in metrics."""

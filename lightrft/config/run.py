@@ -19,7 +19,7 @@ class RunConfig(Settings):
     """Name of the run folder below ``dir``."""
     dir: str = "runs"
     """Folder of runs, relative to the working directory."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random numbers of the run."""
     resume: str = "auto"
     """``auto`` resumes from the newest checkpoint of a folder with an equal config. ``never``

@@ -16,6 +16,10 @@ LARGEST_LR = 1.0
 """Learning rate above which one step of AdamW replaces every weight."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Decay rate of a moment."""
+
+
 class OptimizerConfig(Settings):
     """AdamW (arXiv 1711.05101) with float32 master weights."""
 
@@ -24,7 +28,7 @@ class OptimizerConfig(Settings):
     lr_of: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Learning rates of parts of the model (``language``, ``tower``, ``projector``), in place of
     ``lr``. The schedule scales all alike."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of an update."""
@@ -135,9 +139,9 @@ class SamplingConfig(Settings):
     """The generation of responses. Filters apply in this order: repetition penalty, temperature,
     top-k, top-p, min-p."""
 
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, ge=0)
     """Divisor of the logits; 0 is greedy. Others are at least 1e-6."""
-    first_token_temperature: float | None = Field(None, ge=SMALLEST_DIVISOR, allow_inf_nan=False)
+    first_token_temperature: float | None = Field(None, ge=SMALLEST_DIVISOR)
     """Temperature of the first token of a response (FIRE, arXiv 2410.21236), e.g. 10; ``null``
     takes ``temperature``. A high value makes responses to one prompt more diverse, and filters
     apply as to other tokens. For the native engine."""
@@ -148,7 +152,7 @@ class SamplingConfig(Settings):
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less likely than this multiple of the likeliest token's probability; 0 keeps
     all."""
-    repetition_penalty: float = Field(1.0, ge=SMALLEST_DIVISOR, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=SMALLEST_DIVISOR)
     """Penalty of tokens that occurred before; 1 is none, and a larger value makes repeats less
     likely."""
     max_new_tokens: int = Field(256, ge=1)

@@ -59,6 +59,8 @@ class DistillationConfig(Settings):
     """Key of the section, for messages."""
     shorthand: ClassVar[str | None] = "kind"
     """The setting that a bare string or number stands for."""
+    texts: ClassVar[tuple[str, ...]] = ("teacher_system",)
+    """The settings of this section that may be empty."""
 
     kind: Literal["forward_kl", "reverse_kl", "jsd", "uld"] = "forward_kl"
     """Divergence. ``forward_kl`` covers all modes of the teacher, ``reverse_kl`` seeks one, ``jsd``

@@ -546,6 +546,8 @@ class ChatConfig(Settings):
 
     paths: ClassVar[tuple[str, ...]] = ("attach",)
     """The settings of this section that are paths."""
+    texts: ClassVar[tuple[str, ...]] = ("system",)
+    """The settings of this section that may be empty."""
     run: RunConfig = RunConfig(name="chat")
     """Run folder and start."""
     model: ModelConfig = ModelConfig()

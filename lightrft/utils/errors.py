@@ -117,8 +117,10 @@ def path_of(setting: str) -> Generator[None]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` with the word of ``known`` closest to ``word``, or ""."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    # In other letters alone it is the same word, however little the letters look alike.
+    by_letters = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(word.casefold(), by_letters, n=1)
+    return f"; did you mean {by_letters[near[0]]!r}?" if near else ""
 
 
 def first_line(error: BaseException) -> str:

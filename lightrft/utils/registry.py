@@ -46,13 +46,17 @@ class About:
 
 
 class Registry(Generic[T]):
-    """A table from name to function.
+    """A table from name to function."""
 
-    ``kind`` is the word for an entry in messages, e.g. ``"advantage"``.
-    """
+    def __init__(self, kind: str, hint: Callable[[str], str] = lambda _: "") -> None:
+        """Make an empty table.
 
-    def __init__(self, kind: str) -> None:
+        Args:
+            kind: the word for an entry in messages, e.g. ``"advantage"``.
+            hint: returns ``; `` and a sentence about a name that is known elsewhere, or "".
+        """
         self.kind = kind
+        self._hint = hint
         self._entries: dict[str, T] = {}
         self._about: dict[str, About] = {}
 
@@ -129,7 +133,7 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r} is a file, of which a function must be named: "
                 f"{_functions_of(name)}"
             )
-        hint = did_you_mean(name, self._entries) or "."
+        hint = self._hint(name) or did_you_mean(name, self._entries) or "."
         raise ConfigError(
             f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}; or "
             "package.module:function"

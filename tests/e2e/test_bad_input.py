@@ -94,6 +94,8 @@ def copied(folder: Path, to: Path) -> Path:
         ("strategy.device=cuda:99", ["strategy.device", "cuda:99"]),
         ("algorithm.filters=[nothing_like_it]", ["algorithm.filters.0", "nothing_like_it"]),
         ("reward.terms=[no_such_reward]", ["no_such_reward"]),
+        ("algorithm.loss=ppo", ["unknown policy loss 'ppo'; it is a preset: algorithm=ppo."]),
+        ("algorithm.advantage=DAPO", ["unknown advantage 'DAPO'; it is a preset: algorithm=dapo."]),
         ("reward.terms=[nowhere.py:f]", ["nowhere.py"]),
         ("reward.terms=[math,math]", ["two terms are called 'math'"]),
         (

@@ -113,6 +113,28 @@ def reward_loss(value: Any, options: Options) -> Any:
     return [ValueTable(_REWARDS)(value, options)]
 
 
+def centre_loss(value: Any, options: Options) -> Any:
+    """Convert the weight of the loss that keeps rewards around 0."""
+    if not value:
+        return Converted()
+    first_loss = options.get("loss_type") or options.get("loss") or "sigmoid"
+    return [*reward_loss(first_loss, options), {"name": "centre", "weight": value}]
+
+
+def sources(value: Any, options: Options) -> Any:
+    """Convert names of data sets. ``name:subset#1000`` of ms-swift takes so many rows."""
+    listed, found = as_list(value, options), []
+    if isinstance(listed, Converted):
+        return listed
+    for one in listed:
+        counted = re.fullmatch(r"(.+?)(?::(\w+))?#(\d+)", str(one))
+        if counted:
+            one = {"path": counted[1], "subset": counted[2], "limit": int(counted[3])}
+            one = {key: part for key, part in one.items() if part is not None}
+        found.append(one)
+    return found
+
+
 def trackers(value: Any, options: Options) -> Converted:
     """Convert a list of places to log to: each has a setting of its own."""
     names = value if isinstance(value, list | tuple) else [value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -144,12 +145,14 @@ def _in_its_section(name: str, exists: Exists) -> str:
         section, rest = ".".join(parts[:k]), ".".join(parts[k:])
         if not exists(section):
             continue
+        # The setting begins with the section, or with the end of it: ``critic.optimizer`` has what
+        # ``optimizer`` has.
+        outer = ["", *(".".join(parts[:i]) + "." for i in range(1, k + 1))]
         for _, row in _rows_of(rest):
-            for here in row.here.split():
-                for own in (here, f"{section}.{here}"):
-                    if own.startswith(f"{section}.") and exists(own):
-                        note = f": {row.note}" if row.note else ""
-                        return f"{name} is {own} here{note}"
+            for here, above in itertools.product(row.here.split(), outer):
+                if f"{above}{here}".startswith(f"{section}.") and exists(f"{above}{here}"):
+                    note = f": {row.note}" if row.note else ""
+                    return f"{name} is {above}{here} here{note}"
         return ""
     return ""
 

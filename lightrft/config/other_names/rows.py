@@ -20,7 +20,7 @@ FRAMEWORKS = {
 
 
 class Converted(dict[str, Any]):
-    """Converted of ours, by dotted name, that one option of another framework becomes."""
+    """Settings here, by dotted name, that one option of another framework becomes."""
 
 
 class Unclear(Exception):
@@ -47,7 +47,7 @@ class NameRow:
     Args:
         names: Whole names, separated by spaces. ``{a,b}.c`` stands for ``a.c`` and ``b.c``, ``*``
             for one part of a dotted name, and ``**`` for any parts. ``trl:a`` holds for TRL alone.
-        here: Converted that do the same, in order of preference, separated by spaces. A verb has
+        here: Settings that do the same, in order of preference, separated by spaces. A verb has
             the first one that exists in it. Empty if there is none.
         note: The unit, scope or relation that changes with the name, or why there is none here.
         convert: The value here from the value there; None copies it.

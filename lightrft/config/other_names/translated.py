@@ -36,7 +36,7 @@ MODELS = (
         "model_name_or_path pretrain model model_name name_or_path "
         "model_path sft_model_path actor.model_name_or_path model.model_name_or_path "
         f"model.partial_pretrain model.path {MODEL}.path hf_model_path base_model_path",
-        "model.path",
+        "model.path path models",
     ),
     NameRow(
         f"tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path {MODEL}.tokenizer_path "
@@ -82,7 +82,7 @@ MODELS = (
         "attn_implementation attn_impl ds.attn_implementation flash_attn attention_backend "
         f"model_init_kwargs.attn_implementation {MODEL}.override_config.attn_implementation",
         "model.attention",
-        "it acts on the layout `padded` alone; other layouts ValueTable their kernel themselves",
+        "it acts on the layout `padded` alone; other layouts choose their kernel themselves",
         ignore,
     ),
     NameRow(
@@ -244,12 +244,13 @@ DATA = (
         "train_files data.dataset data.prompt_dataset data.train_files data_files data.path "
         "datasets",
         "data.sources",
-        "files, folders or names on the hub; a name of another framework's registry is none",
-        as_list,
+        "files, folders or names on the hub; a name of another framework's registry is none; "
+        "#1000 of ms-swift takes rows at random, and limit the first",
+        to.sources,
     ),
     NameRow("trl:path", "data.sources.path", "it belongs to a source", by_hand),
-    NameRow("trl:name", "data.sources.subset", "it belongs to a source", by_hand),
     NameRow("trl:split", "data.sources.split", "it belongs to a source", by_hand),
+    NameRow("trl:name", "data.sources.subset", "it belongs to a source", by_hand),
     NameRow("dataset_config subset", "data.sources.subset", "it belongs to a source", by_hand),
     NameRow(
         "dataset_split dataset_train_split prompt_split train_split data.dataset_split "
@@ -467,10 +468,9 @@ SAMPLING = (
         "online.group_size samples rollout.group_size",
         "",
     ),
-    NameRow("group_size", "online.group_size samples rollout.group_size"),
     NameRow(
         "eval_n_samples_per_prompt eval.n_samples_per_prompt num_generations_eval "
-        f"{ROLLOUT}.val_kwargs.n",
+        f"{ROLLOUT}.val_kwargs.n eval.n",
         "eval.samples",
         "responses to one prompt of the eval set",
     ),

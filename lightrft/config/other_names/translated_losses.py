@@ -52,6 +52,7 @@ ALGORITHM = (
         "gspo is algorithm.loss.ratio=sequence; clip_cov and kl_cov are algorithm.token_masks",
         to.VERL_LOSSES,
     ),
+    NameRow("algorithm.name", "algorithm.preset"),
     NameRow(
         "use_gspo",
         "algorithm.preset",
@@ -407,7 +408,13 @@ PREFERENCE = (
     ),
     NameRow("missing_eos_penalty", "online.missing_eos_penalty"),
     NameRow(
-        "loss margin_loss center_rewards_coefficient model.margin_loss_enable margin",
+        "center_rewards_coefficient",
+        "reward_model.losses",
+        "the weight of a further loss, as in [bradley_terry, {name: centre, weight: 0.01}]",
+        to.centre_loss,
+    ),
+    NameRow(
+        "loss margin_loss model.margin_loss_enable margin",
         "reward_model.losses",
         "a loss or an option of one: bradley_terry, log_exp, centre; docs/parts.md lists them",
         lambda value, options: (

@@ -25,6 +25,8 @@ from lightrft.config.other_names.translated import (
 )
 
 STEPS = (
+    NameRow("group_size", "online.group_size samples rollout.group_size"),
+    NameRow("n", "online.group_size samples rollout.group_size eval.samples"),
     NameRow(
         "lora_modules_to_save modules_to_save additional_target",
         "model.lora.modules_to_save",
@@ -503,7 +505,7 @@ RUN = (
     ),
     NameRow("eval_on_start val_before_train trainer.val_before_train", "eval.at_start"),
     NameRow(
-        "report_to log_with trainer.logger",
+        "report_to log_with trainer.logger logger",
         "log.wandb log.tensorboard",
         "tensorboard is log.tensorboard, and wandb is log.wandb with the name of a project",
         to.trackers,

@@ -89,6 +89,7 @@ HARDWARE = (
         "config_path config_name config_file standalone nodes ntasks rdzv_** address overlap",
         "runtime_env_json runtime_env working_dir cuda_visible_devices pytorch_cuda_alloc_conf",
         "wandb_api_key hf_endpoint hf_home omp_num_threads nccl_** swift_** no_wait",
+        "module",
         "fsdp_transformer_layer_cls_to_wrap dist_config.** kernel_config.** job_name",
     ),
     none(
@@ -163,8 +164,8 @@ MODELS = (
     ),
     none(
         "weights are quantised by model.load_in_4bit alone, as NF4 of bitsandbytes",
-        "load_in_8bit bnb_4bit_** use_bnb_nested_quant quantization_method quantization_type",
-        "double_quantization quant_method hqq_axis quant_n_samples quant_batch_size",
+        "load_in_8bit model.load_in_8bit model.quantization bnb_4bit_** use_bnb_nested_quant",
+        "quantization_method quantization_type double_quantization quant_method hqq_axis quant_n_samples quant_batch_size",
         "export_quantization_** is_rm",
         f"{ACTOR}.qat.** {ROLLOUT}.qat",
     ),
@@ -276,7 +277,7 @@ DATA = (
 ROLLOUT_ROWS = (
     none(
         "episodes of several turns, tools and environments are not part of this version",
-        "max_turns rollout.max_turns multi_turn multi_turn_scheduler gym_env use_gym_env",
+        "env agent max_turns rollout.max_turns multi_turn multi_turn_scheduler gym_env use_gym_env",
         "tools environment environment_factory max_tool_calling_iterations agent_func_path",
         "train.agent_func_path rollout.multi_turn rollout.multi_turn.** multi_turn.** context_manager",
         f"{ROLLOUT}.multi_turn.** {ROLLOUT}.agent.** data.function_tool_path",

@@ -153,6 +153,21 @@ def test_a_bare_value_stands_for_the_field_that_a_branch_names(tmp_path: Path) -
     assert loaded("branch.leaf=z").branch.leaf.name == "z"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("rate=true", "rate = true: a number is needed, not a flag"),
+        ("branch.leaf.rate=false", "rate = false: a number is needed, not a flag"),
+        ("branch.count=true", "count = true: a number is needed, not a flag"),
+        ("rate=.nan", "rate = nan (from command line): Input should be a finite number"),
+        ("rate=.inf", "rate = inf (from command line): Input should be a finite number"),
+        ("note=''", "note = '': it is empty; leave it out, or give null for none"),
+    ],
+)
+def test_a_value_that_would_be_read_as_another_is_refused(given: str, said: str) -> None:
+    assert said in message(given)
+
+
 def test_a_bare_value_over_a_written_out_branch_changes_that_field_alone(tmp_path: Path) -> None:
     full = file(tmp_path / "a.yaml", "branch: {leaf: {name: b, rate: 3}}\n")
     assert load_settings(Root, [full], ["branch.leaf=c"]).settings.branch.leaf == Leaf(
@@ -328,7 +343,7 @@ def test_what_was_saved_loads_back_equal(
         branch=Branch(
             leaf=leaf, maybe=leaf, leaves=(leaf,), by_name={"k": (leaf,)}, tags=tuple(tags)
         ),
-        note=name,
+        note=name or None,
     )
     assert build(Root, parse_yaml(to_yaml(settings))) == settings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,43 @@ def test_a_path_stands_for_the_sources_of_data() -> None:
     found = load_settings(RLConfig, [], words).settings
     assert [s.path for s in found.data.sources] == ["a.jsonl"] and not found.data.shuffle
     assert [s.path for s in found.eval.data.sources] == ["b.jsonl"]
+
+
+def test_a_list_stands_for_the_sources_of_data(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("data: [a.jsonl, {path: b.jsonl, limit: 2}]\n")
+    found = load_settings(RLConfig, [file], ["eval.data=[c.jsonl, d.jsonl]"]).settings
+    assert [Path(s.path) for s in found.data.sources] == [
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+    ]
+    assert [s.limit for s in found.data.sources] == [None, 2]
+    assert [s.path for s in found.eval.data.sources] == ["c.jsonl", "d.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data=''", "data.sources.0 (from command line): path = '': it is empty"),
+        ("eval.data.sources=[a.jsonl, '']", "path = '': it is empty"),
+        ("reference=''", "reference = '': it is empty; leave it out, or give null for none"),
+        ("model.tokenizer=''", "tokenizer = '': it is empty"),
+        ("optimizer.betas=[0.9,1.0]", "optimizer.betas.1 = 1.0"),
+        ("run.seed=9223372036854775808", "run.seed = 9223372036854775808"),
+        ("algorithm.kl.coef=.inf", "algorithm.kl.coef = inf"),
+        ("eval.threshold=.nan", "eval.threshold = nan"),
+        ("rollout.group_size=true", "group_size = true: a number is needed, not a flag"),
+        ("optimizer.betas=[0.9,true]", "betas = [0.9, true]: a number is needed, not a flag"),
+    ],
+)
+def test_a_value_that_no_run_can_use_is_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_settings(RLConfig, [], [word])
+
+
+@pytest.mark.parametrize("word", ["data.system=''", "data.columns.system=''", "critic.path=''"])
+def test_a_text_whose_absence_means_something_may_be_empty(word: str) -> None:
+    assert load_settings(RLConfig, [], [word]).settings.data.columns.system == ""
 
 
 def test_reading_a_tree_does_not_write_into_it() -> None:
