@@ -33,10 +33,11 @@ def run(arguments: Sequence[str]) -> int:
     said = "output=FILE.json writes the result and every prompt whose score changed"
     if config.output is not None:
         output = Path(config.output).expanduser()
+        replaced = output.exists()
         with disk_errors(output, "choose another output"):
             output.parent.mkdir(parents=True, exist_ok=True)
             write_json(output, as_json(found, config))
-        said = str(output)
+        said = f"{output} (replaced)" if replaced else str(output)
     sys.stdout.write(f"{to_text(found, config.confidence, config.show)}\n\n{said}\n")
     return 0
 

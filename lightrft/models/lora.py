@@ -84,6 +84,13 @@ def add_adapters(
             adapted = get_peft_model(model, settings)
     except (ValueError, TypeError) as error:
         problem = whole_message(error)
+        if "modules_to_save" in problem:
+            # Stacked experts: peft puts adapters on parameters, where no name of a layer shows it.
+            raise ModelError(
+                f"model.lora.modules_to_save = {list(config.modules_to_save)}: "
+                f"model.lora.targets = {config.targets!r} gives these modules adapters too; name "
+                "other layers in model.lora.targets, such as [q_proj, v_proj]"
+            ) from None
         raise ModelError(f"model.lora.targets = {config.targets!r}: {problem}") from None
     for name, module in saved_modules(adapted):
         if any(hasattr(inner, "lora_A") for inner in module.modules()):

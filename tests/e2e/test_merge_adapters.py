@@ -146,17 +146,45 @@ def test_adapters_of_a_classifier_are_merged_with_their_head(lightrft, tmp_path,
         load_model(ModelConfig(path=str(tmp_path / "adapters")))
 
 
-def test_a_tensor_that_fits_no_module_is_refused_by_name(lightrft, tmp_path):
+def _add_stray(tensors, fields):
+    tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.ones(2, 64)
+
+
+def _add_nan(tensors, fields):
+    tensors[min(tensors)][0, 0] = torch.nan
+
+
+def _name_other_type(tensors, fields):
+    fields["peft_type"] = "OTHER"
+
+
+BROKEN = {
+    "a tensor that fits no module": (
+        _add_stray,
+        ("1 tensors fit no module", "layers.7.self_attn.q_proj"),
+    ),
+    "a value that is no number": (_add_nan, ("self_attn.q_proj.weight has", "NaN")),
+    "a type that peft lacks": (_name_other_type, ("cannot be read", "OTHER", "peft_type")),
+    "no weights": (lambda tensors, fields: tensors.clear(), ("it has no weights of adapters",)),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_adapters_are_refused_by_name(lightrft, tmp_path, case):
     base = saved(tiny_model("qwen2"), tmp_path / "base")
     adapters = tmp_path / "adapters"
     model = AutoModelForCausalLM.from_pretrained(base)
     trained(model, LoraConfig(r=2, target_modules=QV), adapters)
-    tensors = load_file(adapters / "adapter_model.safetensors")
-    stray = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
-    tensors[stray] = torch.ones(2, 64)
-    save_file(tensors, adapters / "adapter_model.safetensors", metadata={"format": "pt"})
-    said = "1 tensors fit no module", "layers.7.self_attn.q_proj"
+    file, config = adapters / "adapter_model.safetensors", adapters / "adapter_config.json"
+    tensors, fields = load_file(file), json.loads(config.read_text())
+    change, said = BROKEN[case]
+    change(tensors, fields)
+    file.unlink()
+    if tensors:
+        save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(fields))
     assert_refused(lightrft("merge", adapters, f"output={tmp_path / 'out'}"), *said)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_of_peft_is_shown_whole(lightrft, tmp_path):

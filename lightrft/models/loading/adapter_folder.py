@@ -34,6 +34,7 @@ BASE_FILE = "lightrft_base.json"
 """Digest of the weights that adapters were trained on, next to the adapters."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PAIRS = ((SINGLE, INDEX), (BIN, f"{BIN}.index.json"))
 _UNSERVED = (
     "rank_pattern",
@@ -399,7 +400,14 @@ def peft_settings(folder: Path) -> PeftConfig:
     """Return the settings of the adapters in ``folder``, for training."""
     from peft import PeftConfig
 
-    settings = PeftConfig.from_pretrained(str(folder))
+    try:
+        settings = PeftConfig.from_pretrained(str(folder))
+    except (*BROKEN, KeyError, TypeError) as error:
+        kind = f"{type(error).__name__}: {whole_message(error)}"
+        raise ModelError(
+            f"{folder}: {ADAPTER_CONFIG} cannot be read ({kind}); it needs a peft_type that the "
+            "installed peft has, such as LORA"
+        ) from error
     # peft saves adapters with inference_mode set, which would freeze them
     settings.inference_mode = False
     # peft sets the base that they are put on, and would warn that the name differs
@@ -414,6 +422,8 @@ def adapter_tensors(folder: Path, where: str) -> dict[str, Tensor]:
     """
     from peft.utils.save_and_load import load_peft_weights
 
+    if not any((folder / name).is_file() for name in _ADAPTER_FILES):
+        raise ModelError(f"{where}: it has no weights of adapters ({' or '.join(_ADAPTER_FILES)})")
     try:
         return load_peft_weights(str(folder), device="cpu")
     except (*BROKEN, TypeError) as error:

@@ -69,7 +69,7 @@ class WeightWriter:
             after: Called after each tensor.
 
         Raises:
-            ModelError: A value is too large for the dtype in ``specs``.
+            ModelError: A value is too large for the dtype in ``specs``, or is NaN.
         """
         split = split_torch_state_dict_into_shards(
             self.specs,
@@ -91,6 +91,11 @@ class WeightWriter:
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         dtype = self.specs[name].dtype
         result = tensor.to(dtype)
+        if wrong := int(torch.isnan(tensor).sum()):
+            raise ModelError(
+                f"{name} has {wrong} values that are no numbers (NaN): a model or adapters that it "
+                "is made from are broken; take an earlier checkpoint"
+            )
         if dtype == tensor.dtype:
             return result
         too_large = torch.isinf(result) & torch.isfinite(tensor)

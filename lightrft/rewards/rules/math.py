@@ -42,15 +42,19 @@ MOST_TERMS = 50_000  # of an expanded power of a sum
 MOST_DIGITS = 5000
 _MARK = re.compile(r"####[ \t]*(.*)")
 # Possessive, so that the time is linear in the text.
-_SAID = re.compile(r"\banswer\**+\s*+(?:is|are|=|:)[\s:*]*+", re.IGNORECASE)
+_SAID = re.compile(
+    r"\banswer\**+\s*+(?:is|are|equals|(?:would|must|should)\s++be|=|:)[\s:*]*+", re.IGNORECASE
+)
 _CLAUSE_END = re.compile(
     r"\.(?=[*$]*+(?:\s|\Z))|;\s|\n"
-    r"|,?\s(?:because|since|so|as|which|where|but|thus|hence|therefore|meaning|given\sthat)\b"
+    r"|\s(?:--|—)\s|,?\s\(?(?:because|since|so|as|which|where|but|thus|hence|therefore|meaning|given\sthat)\b"
     r"|,\s(?:and\s(?:so|thus|hence|therefore)|i\.e\.)",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
 _NAMED = re.compile(r"\A[A-Za-z]{2}[A-Za-z ]*+[=:]\s*+(?=[^=,]+\Z)")  # such as "Area ="
+_POINTS = re.compile(r"\\(angle|measuredangle|triangle)\s*\{?\s*([A-Z]{2,})")
+_BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 
@@ -168,7 +172,8 @@ def gold_text(gold: object) -> str:
     if isinstance(gold, float):
         if not math.isfinite(gold):
             raise ValueError(f"label {gold!r} is not a finite number")
-        return repr(int(gold)) if gold.is_integer() else repr(gold)
+        # Beyond 2**53 a float has digits that nobody wrote: 1e23 is 99999999999999991611392.
+        return repr(int(gold)) if gold.is_integer() and abs(gold) < 2**53 else repr(gold)
     text = str(gold)
     if any(mark in text for mark in ("####", "\\boxed", "\\fbox")):
         answer = final_answer(text)
@@ -200,9 +205,31 @@ def equal(gold: str, answer: str) -> bool:
         return same_quantity(gold_number, answer_number)
     if _letters(gold_plain) == _letters(answer_plain):
         return True
+    if _other_names(gold, answer):
+        return False
     if _is_words(gold_plain) or _is_words(answer_plain):
         return False  # read as a product of variables, a word would equal its anagrams
     return _same_parts(_expression(gold), _expression(answer))
+
+
+def _other_names(gold: str, answer: str) -> bool:
+    """Return whether both sides name points, or bases of numbers, and not the same ones.
+
+    math-verify reads points as a product of variables, and drops the base of a number.
+    """
+    for pattern in (_POINTS, _BASE):
+        wanted, given = (sorted(map(_one_order, pattern.findall(text))) for text in (gold, answer))
+        if wanted and given and wanted != given:
+            return True
+    return False
+
+
+def _one_order(found: str | tuple[str, str]) -> tuple[str, ...]:
+    """Return a base, or a figure with its points: an angle has no direction."""
+    if isinstance(found, str):
+        return (found,)
+    figure, points = found
+    return figure, points if figure == "triangle" else min(points, points[::-1])
 
 
 def _same_parts(gold: str, answer: str) -> bool:
@@ -281,6 +308,7 @@ def _expression(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
     if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
         text = "\\" + text[:-1] + "\\}"
+    text = text.replace("\\varnothing", "\\emptyset")
     text = re.sub(r"√\s*(\d+|[A-Za-z]|\{[^{}]*\})", r"\\sqrt{\1}", text)
     text = text.replace("√", "\\sqrt")
     # Commas of thousands, unless the text is a list of numbers.

@@ -52,9 +52,7 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
     return lines[-1] if len(set(lines) - {None}) == 1 else None
 
 
-_OPENING = (
-    r"(?:\*\*|\$|\\(?:text|textbf|textrm|textit|mathrm|mathbf|boldsymbol)\s*+\{|[(\[\"'\s{])*+"
-)
+_OPENING = r"(?:\*\*|__|[`“（\ufeff\u200b]|\$|\\(?:text|textbf|textrm|textit|mathrm|mathbf|boldsymbol)\s*+\{|[(\[\"'\s{])*+"
 """Marks before a letter. Quantifiers are possessive, so that the time is linear in the text."""
 
 
@@ -64,9 +62,11 @@ def _said(choices: str) -> re.Pattern[str]:
     letters = re.escape(choices)
     return re.compile(
         r"(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+\**+\s*+"
-        r"(?:is|would\s++be|must\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
-        rf"{_OPENING}([{letters}])(?![\w'])"
-        rf"(?!\W*+(?<=\s)(?:or|and)\s++[(\[]?[{letters}]\b)",
+        r"(?:is|(?:would|must|should)\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
+        rf"{_OPENING}([{letters}])(?!(?!__)[\w'])"
+        rf"(?!\W*+(?<=\s)(?:or|and)\s++[(\[]?[{letters}]\b)"
+        # "B, C", "B/C" and "B & C", but not "B, A is wrong".
+        rf"(?![)\]\s]*+[,/&]\s*+[(\[]?(?-i:[{letters}])[)\]]?+\s*+(?:\Z|[.,/&;]|(?:or|and)\b))",
         re.IGNORECASE,
     )
 
@@ -75,7 +75,7 @@ def _said(choices: str) -> re.Pattern[str]:
 def _alone(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of a letter alone, of a letter with its choice, and of a second one."""
     letters = re.escape(choices)
-    closing = r"(?:\*\*|\$|[)\]\"'\s}.:])*+"
+    closing = r"(?:\*\*|__|[`”）\ufeff\u200b]|\$|[)\]\"'\s}.:])*+"
     space = r"(?:\s|\\[ ,;:!]|\\q?quad(?![A-Za-z])|~)"
     return (
         re.compile(rf"{_OPENING}([{letters}]){closing}"),

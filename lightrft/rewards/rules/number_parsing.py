@@ -25,6 +25,10 @@ _UNICODE = str.maketrans(
         "\u00a0": " ",
         "\u202f": " ",
         "，": ",",
+        "（": "(",
+        "）": ")",
+        # Marks without width: of the byte order, and between letters.
+        **dict.fromkeys("\ufeff\u200b\u2060", ""),
     }
 )
 _WRAPPED = [
@@ -33,6 +37,9 @@ _WRAPPED = [
     re.compile(r"\\\((.*)\\\)", re.DOTALL),
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
     re.compile(r"\*\*(.*)\*\*", re.DOTALL),
+    re.compile(r"\*([^*]*)\*"),
+    re.compile(r"__([^_]*)__"),
+    re.compile(r"`([^`]*)`"),
 ]
 _LEVELS = 16
 _SPACE = "".join(filter(str.isspace, map(chr, range(0x3001))))

@@ -268,6 +268,9 @@ def test_the_command_prints_the_verdict_and_writes_every_change(
     # One of the two improvements is shown.
     assert outcome.out.count("candidate  two says 1.0") == 1
     written = json.loads(output.read_text())
+    assert f"{output} (replaced)" not in outcome.out
+    again = command(capsys, "compare", one, two, f"output={output}")
+    assert f"{output} (replaced)" in again.out
     assert written["accuracy"]["all"]["verdict"] == "within noise"
     assert [change["id"] for change in written["regressions"]] == ["s/0"]
     assert len(written["improvements"]) == 2

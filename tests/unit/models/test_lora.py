@@ -13,8 +13,9 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import build_model
-from lightrft.models.lora import add_adapters, merged_model
+from lightrft.models.lora import add_adapters, merged_model, saved_modules
 from lightrft.models.tiny.text_families import family_model
+from lightrft.utils.errors import ModelError
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -76,6 +77,14 @@ def test_the_written_model_computes_what_the_adapted_one_does(tmp_path, family, 
 @pytest.mark.parametrize("kind", ["rslora", "dropout"])
 def test_the_scale_and_the_dropout_of_adapters_are_written_too(tmp_path, kind):
     check_written_adapters("mixtral", kind, tmp_path)
+
+
+def test_experts_cannot_have_adapters_and_be_trained_whole():
+    model = family_model("mixtral")
+    with pytest.raises(ModelError, match=r"modules_to_save = \['experts'\]: .*name other layers"):
+        add_adapters(model, LoRAConfig(rank=2, modules_to_save=("experts",)))
+    others = LoRAConfig(rank=2, modules_to_save=("experts",), targets=("q_proj", "v_proj"))
+    assert list(saved_modules(add_adapters(family_model("mixtral"), others)))
 
 
 @pytest.mark.parametrize(
