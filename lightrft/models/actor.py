@@ -132,7 +132,7 @@ class Backbone(nn.Module):
         set_training(self.model, noise=self.config.dropout, adapter_noise=self._drops_adapters)
         self.fit_layout()
         if not self._has_reported and self.router_loss is None:
-            report_unread(self.text_config)
+            report_unread(self.base.config)
         self._has_reported = True
         return self
 

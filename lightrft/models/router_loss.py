@@ -27,6 +27,8 @@ from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import ModelError
 
 SETTING = "model.router_aux_loss_coef"
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+"""Names of the coefficient of the load-balancing loss in the configs of transformers."""
 log = logging.getLogger(__name__)
 
 
@@ -206,15 +208,26 @@ def counts_of_tokens(batch: Batch, source: Tensor) -> Tensor:
 
 
 def report_unread(config: PreTrainedConfig) -> None:
-    """Warn of a loss that the config of a model asks for, and that no setting adds."""
-    asked = config.to_dict()
-    coef = asked.get("router_aux_loss_coef")
-    if asked.get("output_router_logits") and coef:
+    """Warn of losses that the config of a model asks for, and that no setting adds."""
+    branches = [config.to_dict()]
+    for branch in branches:
+        branches += [value for value in branch.values() if isinstance(value, dict)]
+    given: dict[str, object] = {}
+    for branch in reversed(branches):
+        given |= {name: value for name, value in branch.items() if value}
+    named = (f"{name} = {given[name]:g}" for name in COEFFICIENTS if given.get(name))
+    if given.get("output_router_logits") and (asked := next(named, "")):
         log.warning(
-            "output_router_logits = true and router_aux_loss_coef = %g of the model's config "
-            "change nothing: the load-balancing loss of experts is a setting here, "
-            "%s=%g of the verbs that train a policy",
-            coef,
+            "output_router_logits = true and %s of the model's config change nothing: the "
+            "load-balancing loss of experts is a setting here, %s=%s of the verbs that train a "
+            "policy",
+            asked,
             SETTING,
-            coef,
+            asked.partition(" = ")[2],
+        )
+    if given.get("z_loss_coefficient"):
+        log.warning(
+            "z_loss_coefficient = %g of the model's config changes nothing: no verb adds a loss of "
+            "the size of logits",
+            given["z_loss_coefficient"],
         )

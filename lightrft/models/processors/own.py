@@ -43,6 +43,7 @@ from lightrft.models.processors.base import (
     token_text,
     within,
 )
+from lightrft.models.processors.frames import EvenFrames
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError, first_line
 
@@ -413,6 +414,7 @@ class OwnPart:
         bounds: Limits of pixels.
         around: Text around ``written`` in the chat template.
         rate: Samples per second of sounds. 0 for other kinds.
+        frames: Selects the frames of clips, as the processors of clips do that have no rule.
     """
 
     processor: Any
@@ -426,6 +428,7 @@ class OwnPart:
     bounds: Bounds = (None, None)
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
+    frames: EvenFrames = field(default_factory=EvenFrames)
     _texts: dict[tuple[int, ...], str] = field(default_factory=dict, compare=False)
 
     def placeholder_text(self, extent: Extent) -> str:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.actor import Actor, TokenScores
 from lightrft.models.critic import Critic
 from lightrft.models.lora import add_adapters
+from lightrft.models.router_loss import report_unread
 from lightrft.models.tiny.text_families import family_model
 from lightrft.models.training_mode import evaluation_mode, values_of_evaluation
 from lightrft.utils.errors import ModelError
@@ -200,3 +202,26 @@ def test_a_config_that_asks_for_the_loss_of_routers_is_reported_once(family, cap
     for _ in range(2):
         actor.train()
     assert caplog.text.count("router_aux_loss_coef = ") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"output_router_logits": True, "aux_loss_coef": 0.01}, "and aux_loss_coef = 0.01"),
+        (
+            {"output_router_logits": True, "ffn_config": {"moe_loss_weight": 0.02}},
+            "and moe_loss_weight = 0.02",
+        ),
+        (
+            {"text_config": {"output_router_logits": True, "router_aux_loss_coef": 0.03}},
+            "and router_aux_loss_coef = 0.03",
+        ),
+        ({"z_loss_coefficient": 0.04}, "z_loss_coefficient = 0.04"),
+        ({"router_aux_loss_coef": 0.05}, ""),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, ""),
+    ],
+)
+def test_every_name_of_a_loss_in_a_config_is_reported_at_every_depth(fields, told, caplog):
+    report_unread(PreTrainedConfig(**fields))
+    assert len(caplog.messages) == bool(told)
+    assert told in caplog.text

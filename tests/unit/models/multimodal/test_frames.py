@@ -32,6 +32,8 @@ from lightrft.types import Batch, Extent, Segments
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import clip
 
+DEFAULT = ("llava_onevision", "llava_next_video", "video_llava")
+"""Families whose video processor takes frames as ``default_sample_indices_fn`` does."""
 TRANSFORMS = "torchvision.transforms.v2.functional"
 """The module that the video processors import, and that neither sampling nor sizes use."""
 
@@ -64,14 +66,14 @@ def own() -> Iterator[SimpleNamespace]:
 @pytest.fixture(scope="module")
 def eyes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rig]:
     folder = tmp_path_factory.mktemp("eyes")
-    names = ("qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_vl", "llava_onevision")
+    names = ("qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_vl", *DEFAULT)
     return {name: rig(name, folder) for name in names}
 
 
 def indices(own: SimpleNamespace, family: str, total: int, rate: float, **options: Any) -> list:
     """Return what ``sample_frames`` of the family's processor returns."""
     metadata = VideoMetadata(total_num_frames=total, fps=rate)
-    if family == "llava_onevision":
+    if family in DEFAULT:
         return default_sample_indices_fn(metadata, **options).tolist()
     if family == "qwen3_vl":
         made = own.three.Qwen3VLVideoProcessor(max_frames=options.pop("max_frames", 768))
@@ -133,14 +135,15 @@ def test_an_exact_number_of_frames_is_that_of_transformers(
         assert found == [k for k in expected if k < total]
 
 
-def test_onevision_takes_frames_as_the_default_of_transformers(
-    own: Any, eyes: dict[str, Rig]
+@pytest.mark.parametrize("family", DEFAULT)
+def test_a_family_without_a_rule_takes_frames_as_the_default_of_transformers(
+    own: Any, eyes: dict[str, Rig], family: str
 ) -> None:
     for total in (1, 3, 17, 100):
         for rate in (8.0, 25.0):
             asked = VideoSettings(2.0, 768, None, 10**9)
-            found = rule(eyes, "llava_onevision").select(total, rate, asked)
-            assert found == indices(own, "llava_onevision", total, rate, fps=2.0)
+            found = rule(eyes, family).select(total, rate, asked)
+            assert found == indices(own, family, total, rate, fps=2.0)
 
 
 def prompt_of(r: Rig, folder: Path, row: dict[str, Any], **media: Any) -> Any:
