@@ -245,7 +245,7 @@ class GenerationBatch:
         self._waiting: deque[PromptRequests] = deque()
         self._open: list[PromptRequests] = []  # groups whose prompt is in the cache
         self._rows = GrowingRows()
-        self._drafts = drafts_of(self._config, engine.draft, sampling)
+        self._drafts = drafts_of(self._config, engine.draft, sampling, len(engine.tokenizer))
         self._threads = torch.get_num_threads()
         self._watched = 0  # the row whose ``Request.watch`` is being called
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)

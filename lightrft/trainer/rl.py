@@ -42,7 +42,7 @@ from lightrft.trainer.training_loop import run_training
 from lightrft.utils.errors import UserError, before_update
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.engine_kinds import check_media, kinds_to_check
-from lightrft.workers.local import check_reference_tokenizer, local_roles, local_tokenizer
+from lightrft.workers.local import check_tokenizers, local_roles, local_tokenizer
 from lightrft.workers.local_served import check_server_media
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
         session: folder, metrics and timers of the run.
     """
     tokenizer = local_tokenizer(config.model)
-    check_reference_tokenizer(config, tokenizer)
+    check_tokenizers(config, tokenizer)
     processor = load_processor(config.model, tokenizer, config.data.media)
     stream = PromptStream.of(
         config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor

@@ -551,15 +551,25 @@ def check_tokenizer(
         )
 
 
-def check_reference_tokenizer(
-    config: RLConfig | DPOConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise ``ConfigError`` if ``reference`` names a model of another tokenizer."""
-    if config.reference is None:
-        return
+def check_tokenizers(config: RLConfig | DPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ``ConfigError`` if a model that reads the policy's tokens has another tokenizer.
+
+    These are the reference, the critics and the process reward model. A folder of the latter without
+    a tokenizer is accepted.
+    """
     own = {"tokenizer": None, "chat_template": None}
-    model = reference_model(config).model_copy(update=own)
-    check_tokenizer(model, tokenizer, "reference", "a reference of the same tokenizer")
+    if config.reference is not None:
+        model = reference_model(config).model_copy(update=own)
+        check_tokenizer(model, tokenizer, "reference", "a reference of the same tokenizer")
+    if not isinstance(config, RLConfig):
+        return
+    for key in ("critic", "cost_critic", "prm"):
+        path = getattr(config, key).path
+        model = config.model.at(path).model_copy(update=own)
+        folder = Path(path).expanduser()
+        has_none = folder.is_dir() and not has_tokenizer(folder) and saved_adapters(model) is None
+        if path and not has_none:
+            check_tokenizer(model, tokenizer, f"{key}.path", "a model of the same tokenizer")
 
 
 def local_critic(

@@ -23,6 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = tiny_model("qwen2", hidden_size=32, vocab_size=len(tokenizer), seed=1)
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
+    # more rows than tokens, as published models of one tokenizer have in different numbers
+    padded = tiny_model("qwen2", hidden_size=32, vocab_size=len(tiny_tokenizer()) + 60, seed=2)
+    padded.save_pretrained(path / "padded")
+    tiny_tokenizer().save_pretrained(path / "padded")
     rows = [{"prompt": "ababababab", "label": "a"}, {"prompt": "1212121212", "label": "1"}]
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "reward.py").write_text(
@@ -31,10 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, into: Path, speculative: dict[str, Any] | None) -> tuple[list[Any], Any]:
+def run(
+    folder: Path, into: Path, speculative: dict[str, Any] | None, policy: str = "policy"
+) -> tuple[list[Any], Any]:
     tree = {
         "run": {"dir": str(into), "name": "run"},
-        "model": {"path": str(folder / "policy"), "dtype": "float32"},
+        "model": {"path": str(folder / policy), "dtype": "float32"},
         "data": {"sources": [str(folder / "rows.jsonl")]},
         "rollout": {"prompts_per_step": 2, "group_size": 4},
         "sampling": {"max_new_tokens": 16, "temperature": 0.5},
@@ -67,6 +73,20 @@ def test_a_run_with_drafts_samples_the_same_responses(
         # the draft model is the policy before its first update
         assert metrics[0]["rollout/draft_acceptance"] == 1
         assert metrics[1]["rollout/draft_acceptance"] < 1
+
+
+@pytest.mark.parametrize(("policy", "draft"), [("policy", "padded"), ("padded", "policy")])
+def test_a_draft_model_may_have_another_number_of_rows_beyond_the_tokens(
+    folder: Path, tmp_path: Path, policy: str, draft: str
+) -> None:
+    settings = {"kind": "draft", "tokens": 3, "path": str(folder / draft)}
+    plain, _ = run(folder, tmp_path / "plain", None, policy)
+    drafted, _ = run(folder, tmp_path / "drafted", settings, policy)
+    ids = [[r["token_ids"] for r in rollouts] for rollouts in (plain, drafted)]
+    assert ids[0] == ids[1]
+    if policy == "padded":
+        # the rows beyond the tokens are sampled here, since the model is random
+        assert max(max(one) for one in ids[0]) >= len(tiny_tokenizer())
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:

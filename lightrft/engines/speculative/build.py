@@ -30,7 +30,7 @@ def check_speculative(decoder: DecoderProtocol, draft: DecoderProtocol | None) -
 
 
 def drafts_of(
-    config: EngineConfig, draft: DecoderProtocol | None, sampling: SamplingConfig
+    config: EngineConfig, draft: DecoderProtocol | None, sampling: SamplingConfig, vocabulary: int
 ) -> Drafts | None:
     """Return the drafts of a call, without any row. ``None`` without speculative decoding.
 
@@ -38,6 +38,7 @@ def drafts_of(
         config: Settings of the engine.
         draft: The draft model. ``None`` without one.
         sampling: The sampling settings.
+        vocabulary: Number of tokens of the tokenizer.
 
     Raises:
         ConfigError: ``draft`` is missing.
@@ -55,7 +56,7 @@ def drafts_of(
         session = draft.session()
         assert isinstance(session, RollbackSession)
         budget = config.max_cache_tokens
-        drafter = ModelDrafter(session, sampling, settings.tokens, budget, draft.device)
+        drafter = ModelDrafter(session, sampling, settings.tokens, vocabulary, budget, draft.device)
     return Drafts(drafter, settings.tokens)
 
 

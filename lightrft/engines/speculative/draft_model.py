@@ -27,6 +27,8 @@ class ModelDrafter:
         session: Empty cache over the draft model.
         sampling: The sampling settings.
         tokens: Most tokens of a draft.
+        vocabulary: Number of tokens of the tokenizer. Policy and draft model may have different
+            numbers of rows beyond it, which no draft has.
         budget: Upper bound of cached tokens.
         device: Device of the draft model.
     """
@@ -36,11 +38,12 @@ class ModelDrafter:
         session: RollbackSession,
         sampling: SamplingConfig,
         tokens: int,
+        vocabulary: int,
         budget: int,
         device: torch.device,
     ) -> None:
         self._session, self._budget, self._device = session, budget, device
-        self._tokens = tokens
+        self._tokens, self._vocabulary = tokens, vocabulary
         # penalties and limits need the whole response, and a guess may do without them
         self._sampler = TokenSampler(sampling, np.zeros(0, dtype=np.int64), device)
         self._handles: list[int] = []  # by row
@@ -75,7 +78,9 @@ class ModelDrafter:
     def propose(self, most: np.ndarray, places: Places) -> list[list[int]]:
         """See ``Drafter.propose``. Rows get equally many tokens, and use as many as they need."""
         counts = np.array([len(tokens) for tokens in self._missing], dtype=np.int64)
-        flat = to_device(torch.tensor(list(chain.from_iterable(self._missing))), self._device)
+        fed = torch.tensor(list(chain.from_iterable(self._missing)))
+        # after a token that the draft model may lack, any draft will do
+        flat = to_device(fed.clamp(max=self._vocabulary - 1), self._device)
         logits = self._session.feed(flat, counts)
         last = to_device(torch.from_numpy(np.cumsum(counts) - 1), self._device)
         tokens = [self._sampled(logits[last], places, 0)]
@@ -113,5 +118,6 @@ class ModelDrafter:
             del self._prompts[handle]
 
     def _sampled(self, logits: Tensor, places: Places, ahead: int) -> Tensor:
+        logits = logits[:, : self._vocabulary]
         tokens, _ = self._sampler.sample(logits, places._replace(steps=places.steps + ahead))
         return tokens

@@ -31,7 +31,7 @@ from lightrft.trainer.supervised import supervised_policy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.state_io import State
 from lightrft.workers.local import (
-    check_reference_tokenizer,
+    check_tokenizers,
     policy_scorer,
     preference_reference,
 )
@@ -218,7 +218,7 @@ def load_roles(
         asked: Prompts that the policy responds to.
     """
     log.info("preference.reference.source: %s", source)
-    check_reference_tokenizer(config, tokenizer)
+    check_tokenizers(config, tokenizer)
     strategy, actor, engine = supervised_policy(config, session, tokenizer, asked)
     policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps))
     return Roles(

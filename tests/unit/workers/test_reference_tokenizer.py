@@ -13,7 +13,7 @@ from lightrft.config.verbs import DPOConfig, KTOConfig, RLConfig
 from lightrft.models.lora import add_adapters
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.local import check_reference_tokenizer, local_teacher
+from lightrft.workers.local import check_tokenizers, local_teacher
 
 TOKENIZER = tiny_tokenizer()
 
@@ -49,14 +49,27 @@ def test_a_reference_of_other_tokens_is_refused(folders, kind, name):
     path = str(folders / name)
     config = build(kind, {"model": {"path": str(folders / "same")}, "reference": path})
     with pytest.raises(ConfigError, match=f"^reference = '{path}'.* (tokenizer|tokens)"):
-        check_reference_tokenizer(config, TOKENIZER)
+        check_tokenizers(config, TOKENIZER)
+
+
+@pytest.mark.parametrize("key", ["critic", "cost_critic", "prm"])
+def test_every_model_that_reads_the_tokens_of_the_policy_must_have_them(folders, key):
+    def config(name):
+        model = {"path": str(folders / "same")}
+        return build(RLConfig, {"model": model, key: {"path": str(folders / name)}})
+
+    for name in ("other", "adapters_other"):
+        with pytest.raises(ConfigError, match=rf"^{key}\.path = .* a model of the same tokenizer"):
+            check_tokenizers(config(name), TOKENIZER)
+    for name in ("same", "without"):
+        check_tokenizers(config(name), TOKENIZER)
 
 
 @pytest.mark.parametrize("name", [None, "same", "adapters_same", "adapters_same_with_tokenizer"])
 def test_a_reference_of_the_same_tokens_is_read(folders, name):
     path = None if name is None else str(folders / name)
     model = {"path": str(folders / "same"), "tokenizer": str(folders / "same")}
-    check_reference_tokenizer(build(RLConfig, {"model": model, "reference": path}), TOKENIZER)
+    check_tokenizers(build(RLConfig, {"model": model, "reference": path}), TOKENIZER)
 
 
 @pytest.mark.parametrize("name", ["other", "adapters_other", "adapters_other_with_tokenizer"])
