@@ -30,6 +30,8 @@ FUNCTION = "function "
 _FUNCTION = re.compile(r"(?P<file>.+\.py):\w+")
 NOT_READ = ("root", "roots", "token_file", "weights_token_file")
 """Settings of folders of media, whose files rows name, and of secrets."""
+MEASURED = ("eval",)
+"""Settings that may differ in a resumed run, and whose files decide what its metrics mean."""
 MOST_LETTERS = 4096
 """Length of the longest path."""
 
@@ -104,7 +106,8 @@ def digest_of(files: list[Path]) -> str:
 def check_same_inputs(path: Path, digests: dict[str, str], problem: str) -> None:
     """Compare ``digests`` with those of the run in the folder ``path``.
 
-    A changed function is a warning: a reward may be mended between two parts of a run.
+    A changed function is a warning: a reward may be mended between two parts of a run. So are
+    changed files of ``MEASURED``, which change nothing but metrics.
 
     Args:
         path: the run folder. One without ``inputs.json`` is accepted.
@@ -122,7 +125,14 @@ def check_same_inputs(path: Path, digests: dict[str, str], problem: str) -> None
     functions = [key for key in changed if digests[key].startswith(FUNCTION)]
     for key in functions:
         log.warning("%s: the file of the function has changed since the run began", key)
-    others = [key for key in changed if key not in functions]
+    measured = [key for key in changed if key.startswith(MEASURED) and key not in functions]
+    for key in measured:
+        log.warning(
+            "%s: its files have changed since the run began, so metrics before and after this step "
+            "are of other data; set another run.name to keep them apart",
+            key,
+        )
+    others = [key for key in changed if key not in (*functions, *measured)]
     if others:
         raise ConfigError(
             f"{path} holds a run whose inputs have changed since it began, under the same path: "

@@ -18,6 +18,7 @@ from lightrft.config.base import Settings, dotted, tree_to_yaml
 from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.input_digests import FILE as INPUTS
 from lightrft.observability.input_digests import (
+    MEASURED,
     check_same_inputs,
     input_digests,
     write_inputs,
@@ -152,7 +153,8 @@ class RunDirectory:
         with disk_errors(path, AT_START):
             lock = take_lock(path)
             try:
-                digests = {} if is_evaluation else input_digests(config, ignore)
+                unread = [name for name in ignore if name not in MEASURED]
+                digests = {} if is_evaluation else input_digests(config, unread)
                 fresh = _settle(path, config, resume, overwrite, ignore, digests)
                 folder = cls(path, fresh=fresh, checkpoint=checkpoint, lock=lock)
             except BaseException:

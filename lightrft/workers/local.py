@@ -554,8 +554,8 @@ def check_tokenizer(
 def check_tokenizers(config: RLConfig | DPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ``ConfigError`` if a model that reads the policy's tokens has another tokenizer.
 
-    These are the reference, the critics and the process reward model. A folder of the latter without
-    a tokenizer is accepted.
+    These are the reference, the critics and the process reward model. Of the latter, a folder
+    without a tokenizer is accepted.
     """
     own = {"tokenizer": None, "chat_template": None}
     if config.reference is not None:

@@ -77,12 +77,13 @@ def test_a_further_file_of_a_pattern_is_a_change(config, tmp_path):
         resume(config, tmp_path)
 
 
-def test_a_changed_function_is_a_warning_and_what_may_differ_is_not_read(config, tmp_path, caplog):
+def test_a_changed_function_or_eval_set_is_a_warning(config, tmp_path, caplog):
     resume(config, tmp_path)
     (tmp_path / "held.jsonl").write_text("other")
     (tmp_path / "reward.py").write_text("def right(rollout): return 0.5\n")
     resume(config, tmp_path)
     assert "reward.terms.0.function: the file of the function has changed" in caplog.text
+    assert "eval.data.sources.0.path: its files have changed since the run began" in caplog.text
 
 
 def test_a_run_without_digests_is_resumed(config, tmp_path):
