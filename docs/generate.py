@@ -125,6 +125,7 @@ def python_stub() -> str:
         "from os import PathLike",
         "from typing import Any, Literal, TypeAlias",
         "",
+        "from lightrft.api.policy import Policy as Policy",
         "from lightrft.api.progress import StepEvent",
         "from lightrft.api.run import Run as Run",
         *imports,

@@ -13,7 +13,7 @@ VERBS = (
 )
 """Verbs that are functions of this module."""
 
-__all__ = ["Run", "__version__", *VERBS]
+__all__ = ["Policy", "Run", "__version__", *VERBS]
 
 install()
 
@@ -24,6 +24,11 @@ def __getattr__(name: str) -> Any:
         from lightrft.api import Run
 
         return Run
+    if name == "Policy":
+        # By its path: it imports torch, which the other names need later or never.
+        from lightrft.api.policy import Policy
+
+        return Policy
     if name in VERBS:
         from lightrft.api import FUNCTIONS
 

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
+from lightrft.api.policy import Policy as Policy
 from lightrft.api.progress import StepEvent
 from lightrft.api.run import Run as Run
 from lightrft.config.algorithm import AlgorithmConfig

@@ -92,7 +92,7 @@ def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: 
         )
     config = read(others[verb].settings, configs, settings)
     threads = 0 if isinstance(config, FolderConfig) else _threads(config)
-    with _session():
+    with show_warnings():
         result = import_function(others[verb].function, threads)(config)
     if not isinstance(config, GenerateConfig | LabelStepsConfig):
         return result
@@ -176,12 +176,12 @@ def _trained(verb: str, function: str, config: Any, on_step: OnStep | None) -> R
         on_step: As in ``call``.
     """
     path = config.run.folder
-    with _session():
+    with show_warnings():
         if isinstance(config, RLConfig):
             check_algorithm(config)
         run_here = partial(import_function, function, config.run.threads)
         if not isinstance(config, IterateConfig):
-            if on_step is not None and _is_elsewhere(config):
+            if on_step is not None and is_elsewhere(config):
                 raise ConfigError(
                     "on_step is called in this process, and launch starts others; leave it out, or "
                     "start this program itself with torchrun"
@@ -195,7 +195,7 @@ def _trained(verb: str, function: str, config: Any, on_step: OnStep | None) -> R
     return Run(path)
 
 
-def _is_elsewhere(config: TrainingConfig) -> bool:
+def is_elsewhere(config: TrainingConfig) -> bool:
     """Return True if the run is in other processes than this one."""
     is_single = config.launch.processes == 1 or "WORLD_SIZE" in os.environ
     return config.launch.kind == "ray" or not is_single
@@ -203,7 +203,7 @@ def _is_elsewhere(config: TrainingConfig) -> bool:
 
 def _in_processes(verb: str, config: TrainingConfig) -> bool:
     """Train in processes of torchrun if the settings say so. Return False if they do not."""
-    if not _is_elsewhere(config) or config.launch.kind == "ray":
+    if not is_elsewhere(config) or config.launch.kind == "ray":
         return started(verb, [], config) is not None
     text = to_yaml(config)
     folder = Path(config.run.dir).expanduser() / FOLDER
@@ -224,7 +224,7 @@ def _threads(config: Any) -> int:
 
 
 @contextmanager
-def _session() -> Generator[None]:
+def show_warnings() -> Generator[None]:
     """Show warnings, and explain out-of-memory errors, as the command line does."""
     if "torch" not in sys.modules:
         set_thread_policy()

@@ -144,12 +144,12 @@ def load_settings(
     problems: list[str] = []
     for file in files:
         try:
-            branch = _read_yaml(Path(file))
+            branch = expand_shorthand(cls, _read_yaml(Path(file)))
         except ConfigError as error:
             problems.append(str(error))
             continue
         # Before the merge, which forgets the file that the paths are relative to.
-        branch = read_beside(cls, expand_shorthand(cls, branch), Path(file), problems)
+        branch = read_beside(cls, branch, Path(file), problems)
         _merge(tree, branch, str(file), sources)
     for override in overrides:
         try:
@@ -281,15 +281,25 @@ def description_of(cls: type[Settings], key: str) -> str:
 
 
 def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
-    """Return ``tree`` with each bare value of a branch as the branch's ``shorthand`` field."""
+    """Return ``tree`` with dotted keys as branches, and bare values as ``shorthand`` fields.
+
+    Raises ``ConfigError`` for a setting that is given twice, by a dotted key and in its branch.
+    """
     full: Tree = {}
     for key, value in tree.items():
-        entry = _entry(cls, key)
-        if entry is not None and is_branch(value):
-            full[key] = {name: _expanded(entry, own) for name, own in value.items()}
-            continue
-        branch = _branch(cls, key)
-        full[key] = value if branch is None else _expanded(branch, value)
+        first = key.partition(".")[0] if isinstance(key, str) else key
+        more = {key: value}
+        if first != key and first in cls.model_fields:
+            more = expand_shorthand(cls, _below(key, value))
+        elif (entry := _entry(cls, key)) is not None and is_branch(value):
+            more = {key: {name: _expanded(entry, own) for name, own in value.items()}}
+        elif (branch := _branch(cls, key)) is not None:
+            more = {key: _expanded(branch, value)}
+        if first in full:
+            given = {name for name, _ in dotted(full)}
+            for twice in (name for name, _ in dotted(more) if name in given):
+                raise ConfigError(f"{twice} is given twice; leave one of them out")
+        full = deep_merge(full, more)
     return full
 
 

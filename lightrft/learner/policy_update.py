@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,6 +43,7 @@ from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.seeding import derive_seed, torch_generator
 
 FLAT_AT_0 = ("k2", "k3", "k3_straight")
@@ -50,6 +51,9 @@ FLAT_AT_0 = ("k2", "k3", "k3_straight")
 
 LossOf = Callable[[Batch], tuple[Tensor, Metrics]]
 """Maps a micro-batch to its part of the loss (0-d) and its metrics."""
+
+TokenLosses = Callable[[Tensor, Batch], Tensor]
+"""Maps the policy's log-probs ``[N]`` and their batch to the loss of each token ``[N]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Objective:
         kl_coef: Coefficient of the KL term in this step.
         entropy_coef: Coefficient of the entropy bonus in this step.
         version: Version of the policy before the update.
+        token_losses: Replaces the policy loss of ``algorithm``. ``None`` does not.
     """
 
     algorithm: AlgorithmConfig
@@ -69,6 +74,7 @@ class Objective:
     kl_coef: float
     entropy_coef: float
     version: int = 0
+    token_losses: TokenLosses | None = None
 
     @staticmethod
     def of(
@@ -118,6 +124,7 @@ class Objective:
             self._drifts(batch),
             self.algorithm.distill.whole,
             batch.pull is not None,
+            self.token_losses is not None,
         )
         if any(others):
             return (rows.count() > 0).nonzero()[:, 0]
@@ -191,10 +198,14 @@ class Objective:
     ) -> tuple[Tensor, Metrics]:
         """Compute the policy loss with its corrections, token masks and KL pulls."""
         algorithm, settings = self.algorithm, self.algorithm.loss
-        advantages = _counted(require_column(batch.advantages), rows)
-        losses, stats = POLICY_LOSSES[settings.name](
-            logprobs, old, advantages, rows, settings, **settings.options
-        )
+        stats: dict[str, Tensor] = {}
+        if self.token_losses is not None:
+            losses = self._own_losses(batch, logprobs, old)
+        else:
+            advantages = _counted(require_column(batch.advantages), rows)
+            losses, stats = POLICY_LOSSES[settings.name](
+                logprobs, old, advantages, rows, settings, **settings.options
+            )
         if algorithm.importance_sampling:
             factor = batch.correction
             if factor is None:
@@ -204,7 +215,7 @@ class Objective:
                     logprobs.detach(),
                     old,
                     behavior,
-                    advantages,
+                    _counted(require_column(batch.advantages), rows),
                     rows,
                 )
             losses = _times(losses, factor)
@@ -223,6 +234,21 @@ class Objective:
             "policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask)
         )
         return weighted_sum(losses, batch), metrics
+
+    def _own_losses(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor:
+        """Return the losses of ``token_losses``.
+
+        Raises ``ConfigError`` if they are not one number for each token.
+        """
+        assert self.token_losses is not None
+        losses = self.token_losses(logprobs, batch.replace(old_logprobs=old))
+        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+            found = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ConfigError(
+                f"the loss function returned {found}; return the loss of each token, "
+                f"{list(logprobs.shape)}, and leave their mean to algorithm.aggregation"
+            )
+        return losses
 
     def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:
         """Compute the divergence from the old policy, times its coefficient."""
@@ -297,6 +323,7 @@ class UpdateSettings:
         seed: The setting ``run.seed``.
         warmup_steps: The setting ``critic.warmup_steps``.
         log_entropy: The setting ``log.entropy``.
+        token_losses: Replaces the policy loss of ``algorithm``. ``None`` does not.
     """
 
     algorithm: AlgorithmConfig
@@ -307,6 +334,7 @@ class UpdateSettings:
     seed: int
     warmup_steps: int
     log_entropy: bool
+    token_losses: TokenLosses | None = None
 
 
 def update(
@@ -323,8 +351,8 @@ def update(
         controls: Coefficients and statistics of the run.
         step: Number of completed steps; also the version of the policy.
     """
-    algorithm, train, requirements = settings.algorithm, settings.train, settings.requirements
-    objective = Objective.of(algorithm, requirements, controls, batch, step)
+    algorithm, train = settings.algorithm, settings.train
+    objective = objective_of(settings, controls, batch, step)
     frozen = actor_frozen(roles, settings.warmup_steps, step)
     batch = controls.for_critic(batch)
     metrics, taken = Metrics(), 0
@@ -333,11 +361,7 @@ def update(
         generator = torch_generator(derive_seed(settings.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, train.num_mini_batches, generator):
             taken += 1
-            # Weights first: tokens that are dropped below stay in the denominator of the loss.
-            mini = with_loss_weights(batch.select(index), algorithm, settings.max_new_tokens)
-            mini = readable(with_current(mini, roles, settings, step), requirements)
-            mini = with_token_masks(mini, algorithm.token_masks, algorithm.loss, generator)
-            mini = with_importance_weights(mini, algorithm)
+            mini = with_loss_columns(batch.select(index), roles, settings, step, generator)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, settings))
             clip, max_tokens = algorithm.value.clip, train.micro_batch_tokens
@@ -379,6 +403,41 @@ def actor_frozen(roles: Roles, warmup_steps: int, step: int) -> bool:
         step: Number of completed steps.
     """
     return roles.critic is not None and step < warmup_steps
+
+
+def objective_of(
+    settings: UpdateSettings, controls: Controllers, batch: Batch, step: int
+) -> Objective:
+    """Return the loss of a step.
+
+    Args:
+        settings: The settings of the optimizer steps.
+        controls: Gives the current coefficients.
+        batch: The batch of the step.
+        step: Number of completed steps; also the version of the policy.
+    """
+    objective = Objective.of(settings.algorithm, settings.requirements, controls, batch, step)
+    return replace(objective, token_losses=settings.token_losses)
+
+
+def with_loss_columns(
+    mini: Batch, roles: Roles, settings: UpdateSettings, step: int, generator: torch.Generator
+) -> Batch:
+    """Add what the policy loss reads to a mini-batch: weights, log-probs, masks and corrections.
+
+    Args:
+        mini: A whole mini-batch.
+        roles: Gives the policy.
+        settings: The settings of the optimizer steps.
+        step: Number of completed steps; also the version of the policy.
+        generator: Selects random token masks.
+    """
+    algorithm = settings.algorithm
+    # Weights first: tokens that are dropped below stay in the denominator of the loss.
+    mini = with_loss_weights(mini, algorithm, settings.max_new_tokens)
+    mini = readable(with_current(mini, roles, settings, step), settings.requirements)
+    mini = with_token_masks(mini, algorithm.token_masks, algorithm.loss, generator)
+    return with_importance_weights(mini, algorithm)
 
 
 def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int) -> Batch:
@@ -438,14 +497,11 @@ def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
     )
 
 
-def policy_step(
-    roles: Roles, mini: Batch, objective: Objective, settings: UpdateSettings
-) -> Metrics:
-    """Take one optimizer step of the policy on the rows of ``mini`` that can get a gradient.
+def policy_loss(roles: Roles, objective: Objective, settings: UpdateSettings) -> LossOf:
+    """Return the loss of the policy on a part of a mini-batch, with gradient.
 
     Args:
         roles: The models and the strategy.
-        mini: A whole mini-batch.
         objective: The loss.
         settings: The settings of the optimizer steps.
     """
@@ -463,6 +519,21 @@ def policy_step(
         )
         return objective(part, values_of_evaluation(roles.actor, score))
 
+    return loss_of
+
+
+def policy_step(
+    roles: Roles, mini: Batch, objective: Objective, settings: UpdateSettings
+) -> Metrics:
+    """Take one optimizer step of the policy on the rows of ``mini`` that can get a gradient.
+
+    Args:
+        roles: The models and the strategy.
+        mini: A whole mini-batch.
+        objective: The loss.
+        settings: The settings of the optimizer steps.
+    """
+    loss_of = policy_loss(roles, objective, settings)
     # ``loss_weights`` hold the denominator already, so leaving rows out does not change the loss.
     # The load-balancing loss of experts reaches every row.
     reaches_all = roles.actor.router_loss is not None

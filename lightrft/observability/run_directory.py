@@ -179,6 +179,8 @@ class RunDirectory:
         Returns:
             Number of removed steps of ``phase``.
         """
+        # A thread writes the rollouts: those of removed steps must not come later.
+        self._writer.flush()
         written = self.metrics.last_steps().get(phase, 0)
         self.metrics.rewind(step, phase)
         rollouts = (self.path / "rollouts").glob("*.jsonl")
@@ -188,6 +190,7 @@ class RunDirectory:
             of_later_phase = phase == SUPERVISED and match and match[1] != "eval"
             if match and int(match[2]) > (0 if of_later_phase else step):
                 file.unlink()
+                self._names.discard(file.name)
         return max(0, written - max(step, 0))
 
     def recall(self, row: Row) -> None:

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from lightrft.config.rollout import RolloutConfig
@@ -393,3 +394,38 @@ def generate_on_ranks(
         order = parts[0].counted if engine.shared_by_all_ranks else range(len(groups))
         quota.count_in_order(order, groups)
     return groups
+
+
+def score_on_ranks(
+    ranks: ProcessGroup,
+    scorer: RewardScorer,
+    groups: Sequence[Sequence[Rollout]],
+    timers: Timers,
+    stopped: Callable[[], bool] = never_stop,
+) -> list[list[Rollout]]:
+    """Score complete groups, each on one rank, and return all of them on each rank.
+
+    Args:
+        ranks: The process group that shares the work.
+        scorer: Scores the responses.
+        groups: The responses of each prompt, identical on all ranks.
+        timers: Record the time of scoring.
+        stopped: Returns true when the run must stop.
+    """
+    requests = [[Request(r.prompt, r.seed, r.sample) for r in group] for group in groups]
+    places = places_of(ranks, len(groups))
+
+    def work(keep_alive: Callable[[], None]) -> RankGroups:
+        own = score_groups(
+            chain.from_iterable(groups[i] for i in places),
+            scorer,
+            [requests[i] for i in places],
+            timers,
+            stopped,
+            keep_alive=keep_alive,
+        )
+        return RankGroups.of(places, own)
+
+    if ranks.size == 1:
+        return score_groups(chain.from_iterable(groups), scorer, requests, timers, stopped)
+    return unpack_groups(run_with_keepalive(ranks, work), requests)

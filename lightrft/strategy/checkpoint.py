@@ -105,7 +105,7 @@ class CheckpointStore:
         Raises:
             DiskFullError: The checkpoint does not fit.
         """
-        final = self.folder / f"{FINAL}{step:06d}"
+        final = self.path(step)
         temporary = self.folder / f"{TEMPORARY}{step:06d}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -134,6 +134,10 @@ class CheckpointStore:
             raise
         # Last: the old checkpoints go only once the new one is complete.
         self._rotate()
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of ``step``."""
+        return self.folder / f"{FINAL}{step:06d}"
 
     def steps(self) -> dict[int, Path]:
         """Return complete checkpoints by step, oldest first."""

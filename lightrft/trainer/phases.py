@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -19,7 +19,13 @@ from lightrft.learner.forward_passes import (
     map_micro_batches,
     sampled_distribution,
 )
-from lightrft.learner.policy_update import UpdateSettings, actor_frozen, advance_schedules, update
+from lightrft.learner.policy_update import (
+    TokenLosses,
+    UpdateSettings,
+    actor_frozen,
+    advance_schedules,
+    update,
+)
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.models.critic import Critic
 from lightrft.models.sampled_distribution import Distribution
@@ -277,15 +283,19 @@ def with_advantage_columns(batch: Batch, context: StepContext) -> Batch:
     return advantages_from(batch, config, controllers) if len(batch) else batch
 
 
-def update_models(batch: Batch, context: StepContext) -> Batch:
+def update_models(
+    batch: Batch, context: StepContext, token_losses: TokenLosses | None = None
+) -> Batch:
     """Take the optimizer steps of policy and critics. Return ``batch`` as it is.
 
     Args:
         batch: The batch of the step, with advantages.
         context: What the phases share.
+        token_losses: Replaces the policy loss of ``algorithm``. ``None`` does not.
     """
     roles, controllers, step = context.roles, context.controllers, context.step
-    context.metrics.merge(update(roles, batch, context.update_settings, controllers, step))
+    settings = replace(context.update_settings, token_losses=token_losses)
+    context.metrics.merge(update(roles, batch, settings, controllers, step))
     # After the update, which must see the coefficients that the rewards were shaped with.
     frozen = actor_frozen(roles, context.config.critic.warmup_steps, step)
     context.metrics.merge(controllers.update_from_batch(batch, frozen=frozen))

@@ -108,12 +108,17 @@ class RLRun(PolicyRun):
             self.async_generator.wait_until_idle()
 
     def train_step(self) -> Metrics:
-        """Take one step, and write its rollouts and its batch if the settings ask for them."""
-        config, session = self.config, self.session
+        """Take one step, and report it."""
         if self.async_generator is None:
             result = self.learn_next()
         else:
             result = self.learn_generated(self.async_generator)
+        self.report(result)
+        return result.metrics
+
+    def report(self, result: StepResult) -> None:
+        """Write rollouts and batch of a step if the settings ask for them, and say what failed."""
+        config, session = self.config, self.session
         done = self.step + 1
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
         for reason, count in result.collected.failures.most_common(3):
@@ -132,7 +137,6 @@ class RLRun(PolicyRun):
                 session.path / "batches" / f"step_{done:06d}",
                 with_outcomes(result.batch, result.collected),
             )
-        return result.metrics
 
     def context(self) -> StepContext:
         """Return what the phases of the next step share."""

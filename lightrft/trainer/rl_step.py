@@ -92,6 +92,28 @@ def learn(
         probe: Fingerprint of the weights that generated the batch, for a check. None skips the
             check.
     """
+    context = replace(context, collected=collected)
+    batch = checked_batch(context, collected, probe)
+    if batch is not None:
+        # All passes of the step read the same media.
+        with context.roles.keeping_features(batch) as batch:
+            batch = run_phases(batch, context, PHASES)
+    return step_result(context, collected, batch)
+
+
+def checked_batch(
+    context: StepContext, collected: CollectedRollouts, probe: WeightProbe | None = None
+) -> Batch | None:
+    """Return the batch of scored groups, or None without a group.
+
+    The first batch shows whether trainer and engine compute the same log-probs. A reference that
+    moves takes its step.
+
+    Args:
+        context: What the phases share.
+        collected: Scored groups of rollouts.
+        probe: As in ``learn``.
+    """
     roles, config, step = context.roles, context.config, context.step
     if not collected.groups:
         if probe is not None and roles.policy.layout_verified:
@@ -100,8 +122,7 @@ def learn(
         update_reference(roles, config.algorithm.kl, step)
         if roles.prm is not None:
             roles.strategy.advance(roles.prm.state, 1)
-        context.advance_schedules()
-        return StepResult(collected, None, rollout_metrics(collected))
+        return None
     costs = [cost.name for cost in config.algorithm.lagrangian.costs]
     batch = collate(collected.groups, costs=costs)
     with before_update(), context.timers("layout"):
@@ -111,16 +132,26 @@ def learn(
             probe.expect(roles)
     # Before anything reads it.
     update_reference(roles, config.algorithm.kl, step)
-    # All passes of the step read the same media.
-    with roles.keeping_features(batch) as batch:
-        batch = run_phases(batch, replace(context, collected=collected), PHASES)
+    return batch
+
+
+def step_result(
+    context: StepContext, collected: CollectedRollouts, batch: Batch | None
+) -> StepResult:
+    """Return the result of a step, whose schedules also count steps that learn nothing.
+
+    Args:
+        context: What the phases share, with their metrics.
+        collected: The rollouts of the step.
+        batch: The batch after the last phase, or None without a group.
+    """
     metrics = context.metrics
     metrics.merge(rollout_metrics(collected))
-    if not collected.groups:
+    if batch is None or not collected.groups:
         context.advance_schedules()
         return StepResult(collected, None, metrics)
-    metrics.merge(batch_metrics(batch, collected, config))
-    metrics.merge(compile_metrics(roles.engine))
+    metrics.merge(batch_metrics(batch, collected, context.config))
+    metrics.merge(compile_metrics(context.roles.engine))
     return StepResult(collected, batch, metrics)
 
 

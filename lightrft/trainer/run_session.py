@@ -136,9 +136,12 @@ class RunSession:
             yield
 
     def resume(
-        self, strategy: Strategy, trained: Mapping[str, TrainableModel]
+        self,
+        strategy: Strategy,
+        trained: Mapping[str, TrainableModel],
+        checkpoint: Path | None = None,
     ) -> tuple[int, State, ReadRow]:
-        """Load the newest intact checkpoint of the folder. Repeated steps are logged.
+        """Load ``checkpoint``, or the newest intact one of the folder. Repeated steps are logged.
 
         A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
         first checkpoint.
@@ -146,6 +149,8 @@ class RunSession:
         Args:
             strategy: strategy that loads the models.
             trained: models to load, by name.
+            checkpoint: folder of a checkpoint. None takes the newest of the run, or the one that
+                ``run.resume`` names.
 
         Returns:
             The step, the plain state, and the metrics of that step.
@@ -156,7 +161,8 @@ class RunSession:
         """
         about = self._about(trained)
         path, step = run_with_keepalive(
-            self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign)
+            self.ranks,
+            lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign, checkpoint),
         )[0]
         if path is None:
             again = self.folder.rewind(-1, self.phase)
@@ -190,13 +196,14 @@ class RunSession:
         return step, state, row
 
     def _newest(
-        self, about: Mapping[str, object], sign: Callable[[], None]
+        self, about: Mapping[str, object], sign: Callable[[], None], named: Path | None
     ) -> tuple[Path | None, int]:
-        """Return the checkpoint to resume from and its step. One that the user named is never
+        """Return the checkpoint to resume from and its step. One that the user ``named`` is never
         replaced.
         """
-        if self.folder.checkpoint is not None:
-            return self.folder.checkpoint, verify(self.folder.checkpoint, about, sign).step
+        named = named or self.folder.checkpoint
+        if named is not None:
+            return named, verify(named, about, sign).step
         found = None if self.folder.fresh else self.store.newest_intact(about, sign)
         if found is None:
             return None, 0

@@ -226,10 +226,15 @@ def run_training(
             run.close()
 
 
-def resume_from_checkpoint(run: TrainingRun) -> None:
-    """Resume from the newest checkpoint, if there is one, and send the weights to the engine."""
+def resume_from_checkpoint(run: TrainingRun, checkpoint: Path | None = None) -> None:
+    """Resume from a checkpoint, if there is one, and send the weights to the engine.
+
+    Args:
+        run: The run.
+        checkpoint: Its folder. None takes the newest of the run.
+    """
     run.check_evaluation()
-    run.step, state, run.values = run.session.resume(run.strategy, run.trained)
+    run.step, state, run.values = run.session.resume(run.strategy, run.trained, checkpoint)
     run.health.resume(run.values)
     run.is_unevaluated = bool(state.pop(UNEVALUATED, False))
     if state:
@@ -246,6 +251,30 @@ def run_steps(run: TrainingRun) -> Summary:
 
 def _run_steps(run: TrainingRun) -> Summary:
     session = run.session
+    values = begin_steps(run)
+    first = run.step + 1
+    while run.step < run.steps and not session.stopping() and not run.reached(values):
+        try:
+            seed_step(run)
+            metrics = run.train_step()
+        except GenerationInterrupted:
+            # The half step is thrown away. The state is that of the last whole step.
+            session.save_if_due(run, values)
+            break
+        except UserError as error:
+            save_after_error(run, values, error)
+            raise
+        run.step += 1
+        values = finish_step(run, metrics, is_first=run.step == first)
+    return end_steps(run, values, is_saved=run.step < first)
+
+
+def begin_steps(run: TrainingRun) -> ReadRow:
+    """Evaluate before the first step, or after the step that the run resumed from, if it is due.
+
+    Return the metrics of the last step.
+    """
+    session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
     # A checkpoint of step 0 has values: its evaluation is not repeated.
@@ -256,24 +285,40 @@ def _run_steps(run: TrainingRun) -> Summary:
     run.start()
     if run.is_unevaluated and not session.stopping():
         values = finish_step(run, Metrics({name: Last(value) for name, value in values.items()}))
-    first = run.step + 1
-    while run.step < run.steps and not session.stopping() and not run.reached(values):
-        try:
-            # By its place in the run: dropout is then the same after a resume, on every rank.
-            place = run.strategy.data_parallel_group.rank
-            seed_everything(derive_seed(run.seed, "step", run.step, place))
-            metrics = run.train_step()
-        except GenerationInterrupted:
-            # The half step is thrown away. The state is that of the last whole step.
-            session.save_if_due(run, values)
-            break
-        except (*STEP_ERRORS, RankError) as error:
-            if isinstance(error, RewardError) or (error.is_before_update and is_shared(run, error)):
-                save_before_exit(run, values, error)
-            raise
-        run.step += 1
-        values = finish_step(run, metrics, is_first=run.step == first)
-    if run.step >= first:
+    return values
+
+
+def seed_step(run: TrainingRun) -> None:
+    """Seed the random generators for the next step."""
+    # By its place in the run: dropout is then the same after a resume, on every rank.
+    place = run.strategy.data_parallel_group.rank
+    seed_everything(derive_seed(run.seed, "step", run.step, place))
+
+
+def save_after_error(run: TrainingRun, values: ReadRow, error: UserError) -> None:
+    """Save the last whole step after an ``error`` of a step that has not changed the weights.
+
+    Args:
+        run: The run.
+        values: Metrics of the last whole step.
+        error: The error, which gets the step that the run resumes from.
+    """
+    if not isinstance(error, (*STEP_ERRORS, RankError)):
+        return
+    if isinstance(error, RewardError) or (error.is_before_update and is_shared(run, error)):
+        save_before_exit(run, values, error)
+
+
+def end_steps(run: TrainingRun, values: ReadRow, *, is_saved: bool) -> Summary:
+    """Save and export as the run ended, write its summary and return it.
+
+    Args:
+        run: The run.
+        values: Metrics of the last step.
+        is_saved: No step was taken since the run resumed.
+    """
+    session = run.session
+    if not is_saved:
         # The request to stop may have come after the checkpoint of this step was due.
         session.save_if_due(run, values)
     # A run that was asked to stop resumes later, and writes no ``model/`` now.

@@ -128,7 +128,10 @@ def engine_of(name: str, made: Rig, media: list[MediaKind] | None = None) -> Eng
     model = ModelConfig(path=str(made.path))
     kinds = media_kinds(model) if media is None else media
     ends = [made.tokenizer.eos_token_id]
-    return VLLMEngine(model, made.tokenizer, settings, ends, torch.float32, media=kinds)
+    banned = media_token_ids(made.actor.model.config, made.actor.family)
+    return VLLMEngine(
+        model, made.tokenizer, settings, ends, torch.float32, media=kinds, banned=banned
+    )
 
 
 @pytest.fixture(

@@ -175,6 +175,30 @@ def test_a_bare_value_over_a_written_out_branch_changes_that_field_alone(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "branch.leaf.rate: 3\nbranch: {count: 2}\n",
+        "branch: {leaf.rate: 3, count: 2}\n",
+        "branch: {count: 2}\nbranch.leaf: {rate: 3}\n",
+    ],
+)
+def test_a_dotted_key_in_a_file_or_a_table_is_a_key_of_its_branch(tmp_path, text) -> None:
+    expected = Branch(leaf=Leaf(rate=3.0), count=2)
+    assert load_settings(Root, [file(tmp_path / "a.yaml", text)]).settings.branch == expected
+    assert load_settings(Root, trees=[parse_yaml(text)]).settings.branch == expected
+
+
+def test_a_dotted_key_inside_a_table_without_fixed_keys_stays_one_key() -> None:
+    assert loaded("branch.leaf.options={layers.0: 8}").branch.leaf.options == {"layers.0": 8}
+
+
+def test_a_setting_that_is_given_twice_by_a_dotted_key_is_an_error(tmp_path: Path) -> None:
+    for text in ("branch: {count: 2}\nbranch.count: 3\n", "branch.count: 3\nbranch: {count: 2}\n"):
+        read = file(tmp_path / "a.yaml", text)
+        assert message(files=(read,)) == "branch.count is given twice; leave one of them out"
+
+
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     bad = file(
         tmp_path / "bad.yaml", "branch: {cuont: 2, kind: three, leaf: {rate: -1}}\nnmae: x\n"
