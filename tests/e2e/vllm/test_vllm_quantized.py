@@ -31,6 +31,12 @@ def quantized(request: Any, tree: dict[str, Any], tmp_path: Path) -> dict[str, A
     return deep_merge(tree, over)
 
 
+def overflows(quantized: dict[str, Any]) -> bool:
+    """Return ``True`` if vLLM's kernel of this format is not exact on this processor."""
+    is_int8 = quantized["engine"]["quantization"] == "int8_per_channel"
+    return is_int8 and "vnni" not in Path("/proc/cpuinfo").read_text()
+
+
 @pytest.mark.parametrize(
     "over",
     [{}, {"rollout": {"staleness": 1}}, {"model": {"lora": {"rank": 4}}}],
@@ -39,7 +45,12 @@ def quantized(request: Any, tree: dict[str, Any], tmp_path: Path) -> dict[str, A
 def test_a_run_samples_from_8_bit_values_of_the_weights_that_it_trains(
     over: dict[str, Any], quantized: dict[str, Any], tmp_path: Path
 ) -> None:
-    run_rl(build(RLConfig, deep_merge(quantized, over)))
+    config = build(RLConfig, deep_merge(quantized, over))
+    if overflows(quantized):
+        with pytest.raises(ModelError, match=r"INT8 kernel of vLLM overflows on this processor"):
+            run_rl(config)
+        return
+    run_rl(config)
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3]
     differences = [line["policy/rollout_logprob_diff"] for line in steps]
@@ -56,7 +67,10 @@ def test_an_update_of_8_bit_weights_that_goes_wrong_names_what_was_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_updates(fault, monkeypatch)
-    with pytest.raises(ModelError, match=r"vLLM does not hold the .* of model\.|lm_head"):
+    said = r"vLLM does not hold the .* of model\.|lm_head"
+    if overflows(quantized):
+        said += "|overflows on this processor"
+    with pytest.raises(ModelError, match=said):
         run_rl(build(RLConfig, quantized))
     assert len(lines(tmp_path)) <= 1
 
@@ -66,6 +80,8 @@ def test_an_update_of_8_bit_weights_that_goes_wrong_names_what_was_lost(
 def test_replicas_sample_from_8_bit_values_of_sharded_weights_during_training(
     quantized: dict[str, Any], tmp_path: Path
 ) -> None:
+    if overflows(quantized):
+        pytest.skip("vLLM's INT8 kernel is not exact here, which another test sees refused")
     given = deep_merge(quantized, {"rollout": {"staleness": 1}})
     steps = train(given, tmp_path / "two", "launch.processes=2")
     assert max(line["staleness/max"] for line in steps) == 1

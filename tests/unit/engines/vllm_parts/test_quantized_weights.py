@@ -33,6 +33,18 @@ class Dynamic:
         return (values.float() @ weight * scales[:, None] * layer.weight_scale.T).to(x.dtype)
 
 
+class Overflowing(Dynamic):
+    """Adds pairs of products in 16 bits, as processors without VNNI do: inputs are shifted by 128."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        values, scales = self.form.quantize(x)
+        weight = layer.weight.float()
+        products = (values.float() + 128)[:, :, None] * weight[None]
+        pairs = products.unflatten(1, (-1, 2)).sum(2).clamp(-32768, 32767).sum(1)
+        exact = pairs - 128 * weight.sum(0)
+        return (exact * scales[:, None] * layer.weight_scale.T).to(x.dtype)
+
+
 class Quantized(nn.Module):
     def __init__(self, form: RowFormat, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -140,6 +152,14 @@ def test_a_layer_without_its_values_is_named(form: RowFormat) -> None:
     del model.layers[0].qkv.weight
     with pytest.raises(ModelError, match=rf"does not hold the .* values of {LAYER}\.q\.weight"):
         checked(form, model, sent)
+
+
+def test_a_kernel_that_overflows_is_told_from_a_lost_update() -> None:
+    sent = weights()
+    model = Model(INT8, sent)
+    model.layers[0].qkv.quant_method = Overflowing(INT8)
+    with pytest.raises(ModelError, match=r"INT8 kernel of vLLM overflows.*engine\.quantization"):
+        checked(INT8, model, sent)
 
 
 def test_a_tensor_that_was_not_sent_or_is_unknown_is_named() -> None:
