@@ -27,7 +27,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -426,10 +425,11 @@ def install(wheels: Path, site: Path) -> str:
     if not absent:
         return f"wheels: none are needed of {wheels}"
     options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(site)]
-    # An environment that uv has made has no pip.
-    uv = ["uv", "pip", "install", "--python", sys.executable]
-    pip = [sys.executable, "-m", "pip", "install"] if find_spec("pip") else uv
-    command = [*pip, *options, *map(str, absent)]
+    pip = [sys.executable, "-m", "pip"]
+    # An environment that uv has made has no pip. This process may see one of another environment.
+    has_pip = not subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode
+    tool = [*pip, "install"] if has_pip else ["uv", "pip", "install", "--python", sys.executable]
+    command = [*tool, *options, *map(str, absent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     names = ", ".join(wheel.name.split("-")[0] for wheel in absent)
     if done.returncode:

@@ -85,6 +85,7 @@ class Policy:
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
         self._first = self._run.step + 1
+        self._is_closed = False
         self._begin()
 
     def _open(self, config: RLConfig, requirements: Any) -> tuple[RLRun, ReadRow]:
@@ -320,10 +321,12 @@ class Policy:
             NothingTrained: All steps are done, and none trained anything.
         """
         run = self._run
-        self._step.close()
-        with self._stack:
-            summary = end_steps(run, self._values, is_saved=run.step < self._first)
-        check_trained(summary)
+        if not self._is_closed:
+            self._is_closed = True
+            self._step.close()
+            with self._stack:
+                summary = end_steps(run, self._values, is_saved=run.step < self._first)
+            check_trained(summary)
         return Run(self.config.run.folder)
 
     def __enter__(self) -> Self:

@@ -189,6 +189,16 @@ def test_a_step_without_a_group_trains_nothing_and_the_loop_goes_on(settings):
     assert list(lightrft.Run(Path(settings["dir"]) / "own").metrics.index) == [1, 2]
 
 
+def test_a_policy_is_closed_once_and_gives_the_run(settings):
+    with lightrft.Policy(**{**settings, "steps": 1}, name="own") as policy:
+        for _ in policy:
+            policy.update(policy.batch(policy.score(policy.sample(policy.prompts()))))
+            policy.sync()
+        run = policy.close()
+    assert run.summary["finished"] and run.model.is_dir()
+    assert policy.close().path == run.path
+
+
 def test_what_a_loop_of_the_program_cannot_do_is_refused_at_its_start(settings, tmp_path):
     for over in (
         {"rollout": {"staleness": 1}},

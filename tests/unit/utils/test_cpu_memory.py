@@ -92,10 +92,14 @@ def allocate():
 # An aligned tensor does not fit into the space of its equal. Two such spaces join first.
 for _ in range(10):
     allocate()
-before = faults()
-for _ in range(5):
-    allocate()
-print(kept, faults() - before)
+rounds = []
+for _ in range(4):
+    before = faults()
+    for _ in range(5):
+        allocate()
+    rounds.append(faults() - before)
+# A system that reclaims idle memory adds faults to some rounds. It takes none away.
+print(kept, min(rounds))
 """
 PAGES = 5 * 48 * 2**20 // 4096
 
