@@ -424,11 +424,13 @@ def install(wheels: Path, site: Path) -> str:
     absent = [wheel for wheel in sorted(wheels.glob("*.whl")) if not is_installed(wheel)]
     if not absent:
         return f"wheels: none are needed of {wheels}"
-    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(site)]
+    options = ["--no-index", "--no-deps", "--quiet", "--target", str(site)]
     pip = [sys.executable, "-m", "pip"]
     # An environment that uv has made has no pip. This process may see one of another environment.
     has_pip = not subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode
-    tool = [*pip, "install"] if has_pip else ["uv", "pip", "install", "--python", sys.executable]
+    uv = ["uv", "pip", "install", "--python", sys.executable]
+    # uv refuses this option where the environment asks it to compile.
+    tool = [*pip, "install", "--no-compile"] if has_pip else uv
     command = [*tool, *options, *map(str, absent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     names = ", ".join(wheel.name.split("-")[0] for wheel in absent)
