@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -425,12 +426,11 @@ def install(wheels: Path, site: Path) -> str:
     if not absent:
         return f"wheels: none are needed of {wheels}"
     options = ["--no-index", "--no-deps", "--quiet", "--target", str(site)]
-    pip = [sys.executable, "-m", "pip"]
-    # An environment that uv has made has no pip. This process may see one of another environment.
-    has_pip = not subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode
+    pip = [sys.executable, "-m", "pip", "install", "--no-compile"]
     uv = ["uv", "pip", "install", "--python", sys.executable]
-    # uv refuses this option where the environment asks it to compile.
-    tool = [*pip, "install", "--no-compile"] if has_pip else uv
+    # An environment that uv has made has no pip. uv refuses --no-compile where the environment asks
+    # it to compile.
+    tool = pip if find_spec("pip") else uv
     command = [*tool, *options, *map(str, absent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     names = ", ".join(wheel.name.split("-")[0] for wheel in absent)

@@ -16,9 +16,10 @@ from lightrft.api.calls import Given, is_elsewhere, read, show_warnings
 from lightrft.api.progress import watching
 from lightrft.api.run import Run
 from lightrft.api.start import check_trained, set_threads
+from lightrft.config.base import changed_fields
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import broadcast_failure, init_process_group
-from lightrft.learner.policy_update import TokenLosses, objective_of, policy_loss, with_loss_columns
+from lightrft.learner.policy_update import Objective, TokenLosses, policy_loss, with_loss_columns
 from lightrft.observability.metrics import Last
 from lightrft.observability.trackers import ReadRow
 from lightrft.rewards.base import NullScorer
@@ -236,7 +237,9 @@ class Policy:
         """
         run, step = self._run, self._run.step
         settings = replace(self._context.update_settings, token_losses=token_losses)
-        objective = objective_of(settings, run.controllers, batch, step)
+        objective = Objective.of(
+            settings.algorithm, run.requirements, run.controllers, batch, step, token_losses
+        )
         seed = derive_seed(settings.seed, "mini-batches", step, 0)
         mini = with_loss_columns(batch, run.roles, settings, step, torch_generator(seed))
         loss, metrics = policy_loss(run.roles, objective, settings)(mini.to(run.roles.device))
@@ -365,12 +368,10 @@ def check_own_loop(config: RLConfig) -> None:
             "a loop of the program is in its own process, and launch starts others; leave launch "
             "out, or start this program itself with torchrun"
         )
-    rollout = config.rollout
-    plain = type(rollout)()
-    names = ("staleness", "partial", "carry_over", "oversample", "max_tokens_per_step")
-    for name in names:
-        if getattr(rollout, name) != getattr(plain, name):
+    of_rl = ("staleness", "partial", "carry_over", "oversample", "max_tokens_per_step")
+    for name in changed_fields(config.rollout):
+        if name in of_rl:
             raise ConfigError(
-                f"rollout.{name} = {getattr(rollout, name)!r} is read by the loop of lightrft.rl "
-                "and not by one of the program; leave it out"
+                f"rollout.{name} = {getattr(config.rollout, name)!r} is read by the loop of "
+                "lightrft.rl and not by one of the program; leave it out"
             )

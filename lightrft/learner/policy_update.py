@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -83,6 +83,7 @@ class Objective:
         controls: Controllers,
         batch: Batch | None = None,
         version: int = 0,
+        token_losses: TokenLosses | None = None,
     ) -> Objective:
         """Build the objective of a step.
 
@@ -92,6 +93,7 @@ class Objective:
             controls: Gives the current coefficients.
             batch: Gives the policy's entropy. ``None`` if it is unknown.
             version: Version of the policy before the update.
+            token_losses: Replaces the policy loss of ``algorithm``. ``None`` does not.
         """
         entropy = None if batch is None else mean_entropy(batch)
         return Objective(
@@ -100,6 +102,7 @@ class Objective:
             controls.kl.coef,
             controls.entropy.current_coef(entropy),
             version,
+            token_losses,
         )
 
     @property
@@ -352,7 +355,9 @@ def update(
         step: Number of completed steps; also the version of the policy.
     """
     algorithm, train = settings.algorithm, settings.train
-    objective = objective_of(settings, controls, batch, step)
+    objective = Objective.of(
+        algorithm, settings.requirements, controls, batch, step, settings.token_losses
+    )
     frozen = actor_frozen(roles, settings.warmup_steps, step)
     batch = controls.for_critic(batch)
     metrics, taken = Metrics(), 0
@@ -403,21 +408,6 @@ def actor_frozen(roles: Roles, warmup_steps: int, step: int) -> bool:
         step: Number of completed steps.
     """
     return roles.critic is not None and step < warmup_steps
-
-
-def objective_of(
-    settings: UpdateSettings, controls: Controllers, batch: Batch, step: int
-) -> Objective:
-    """Return the loss of a step.
-
-    Args:
-        settings: The settings of the optimizer steps.
-        controls: Gives the current coefficients.
-        batch: The batch of the step.
-        step: Number of completed steps; also the version of the policy.
-    """
-    objective = Objective.of(settings.algorithm, settings.requirements, controls, batch, step)
-    return replace(objective, token_losses=settings.token_losses)
 
 
 def with_loss_columns(

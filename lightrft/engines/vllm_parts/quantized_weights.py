@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,15 +111,14 @@ class QuantizedWeights:
         rows = [one.shape[0] for one in wanted]
         # a kernel may pad the rows
         scales = layer.weight_scale.detach().flatten()[: sum(rows)]
-        values = read_back(layer, wanted[0].shape[1], scales, self._form, self._dtype)
+        read = partial(read_back, layer, wanted[0].shape[1], scales, self._form, self._dtype)
+        values = read()
         for name, one, held, of_rows in zip(names, wanted, values.split(rows), scales.split(rows)):
             # the trainer's weights, and so their scales, may be on another device
             if not torch.equal(one.scales.to(of_rows.device, of_rows.dtype), of_rows):
                 return lost.format("the scales of the", name)
             if checksum(held.contiguous()) != one.total:
-                size = wanted[0].shape[1], scales, self._form, self._dtype
-                mirrored = read_back(layer, *size, sign=-1)
-                if torch.equal(values.float(), mirrored.float()):
+                if torch.equal(values.float(), read(sign=-1).float()):
                     return lost.format("the", name)
                 # a kernel without VNNI adds products in 16 bits
                 return (
