@@ -205,7 +205,11 @@ def tree_to_yaml(tree: Tree) -> str:
 def inline_yaml(value: object) -> str:
     """Return ``value`` as YAML on one line, as on the command line."""
     text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf")
+        value,
+        Dumper=_LineDumper,
+        default_flow_style=True,
+        allow_unicode=True,
+        width=float("inf"),
     )
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
@@ -352,15 +356,32 @@ def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 yield name, " ".join(text.split()).replace("``", "`")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """A YAML loader that reads ``1e-6`` as a number and refuses duplicate keys.
 
     YAML 1.1 reads ``1e-6`` as text. YAML 1.2 forbids duplicate keys.
     """
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def get_single_node(self) -> yaml.Node | None:
         # On nodes, before they become a ``dict``, which keeps the last of two equal keys silently.
-        node = super().compose_mapping_node(anchor)
+        node = super().get_single_node()
+        _refuse_duplicate_keys(node)
+        return node
+
+
+def _refuse_duplicate_keys(root: yaml.Node | None) -> None:
+    """Raise ``DuplicateKeyError`` for the first mapping of the tree ``root`` that has a key twice."""
+    left, seen = [root], set[int]()
+    while left:
+        node = left.pop()
+        # An alias is the node of its anchor, and may be inside of it.
+        if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += reversed(node.value)
+            continue
+        left += reversed([part for pair in node.value for part in pair])
         first: dict[str, int] = {}
         for key, _ in node.value:
             # The merge key ``<<`` may be given several times, once for each merged mapping.
@@ -374,19 +395,22 @@ class _Loader(yaml.SafeLoader):
                     f"the key {key.value!r} is given twice ({where}); leave one of them out"
                 )
             first[key.value] = line
-        return node
 
 
 class DuplicateKeyError(yaml.YAMLError):
     """A mapping has the same key twice."""
 
 
-class _Dumper(yaml.SafeDumper):
+class _LineDumper(yaml.SafeDumper):
+    """A YAML dumper that writes every character as it is. libyaml's escapes emoji."""
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """A YAML dumper that quotes text which ``_Loader`` would read as a number."""
 
 
-# Both must agree on what is a number, or a tree that is written and read back changes.
-for _side in (_Loader, _Dumper):
+# They must agree on what is a number, or a tree that is written and read back changes.
+for _side in (_Loader, _LineDumper, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),

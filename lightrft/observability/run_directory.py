@@ -14,7 +14,7 @@ from typing import Self, TypedDict
 
 import yaml
 
-from lightrft.config.base import Settings, dotted, tree_to_yaml
+from lightrft.config.base import Settings, dotted, parse_yaml, tree_to_yaml
 from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.input_digests import FILE as INPUTS
 from lightrft.observability.input_digests import (
@@ -444,10 +444,10 @@ def check_same_settings(
         problem: the message after the name of the folder, up to the ways out that all runs have.
     """
     try:
-        old = dict(dotted(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
+        old = dict(dotted(parse_yaml(saved.read_text(encoding="utf-8")) or {}))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{saved} is not YAML: {error}; choose another run.name") from None
-    new = dict(dotted(yaml.safe_load(saved_yaml(config))))
+    new = dict(dotted(parse_yaml(saved_yaml(config))))
     missing = object()  # None is a value of a setting
     differing = []
     # A dictionary keeps the order of the file, which a set would lose.

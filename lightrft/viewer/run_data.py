@@ -14,13 +14,13 @@ from typing import TypeGuard
 
 import yaml
 
-from lightrft.config.base import dotted
+from lightrft.config.base import dotted, parse_yaml
 from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
 from lightrft.viewer.groups import Row, Step, read_steps, text_of
 
 Points = list[tuple[float, float]]
-FORMATS = {".json": ("JSON", json.loads), ".yaml": ("YAML", yaml.safe_load)}
+FORMATS = {".json": ("JSON", json.loads), ".yaml": ("YAML", parse_yaml)}
 """Name and parser of each format of the run's files, by suffix."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightrft.config.algorithm import LagrangianConfig
-from lightrft.config.base import build, dotted
+from lightrft.config.base import build, dotted, parse_yaml
 from lightrft.config.reward import RewardConfig
 from lightrft.rewards.success import Success
 from lightrft.trainer.process_model.results import scored_response
@@ -238,7 +238,7 @@ def _rule(folder: Path, tree: Mapping[str, Any], success: Sequence[str]) -> Succ
 def _tree(file: Path) -> Mapping[str, Any]:
     """Return the settings of a run."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = parse_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{file} is missing; an evaluation is compared in its run folder") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -8,7 +8,6 @@ knows which call a silent worker is in. Output printed by functions goes to stan
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
@@ -16,6 +15,7 @@ import resource
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -342,7 +342,8 @@ def warm_up(rewards: list[Reward]) -> None:
         function.__module__: None for function in functions if hasattr(function, "__module__")
     }
     for name in modules:
-        prepare = getattr(importlib.import_module(name), "warm_up", None)
+        # The module of a function that was sent here by its code may be absent, and slow to import.
+        prepare = getattr(sys.modules.get(name), "warm_up", None)
         if callable(prepare):
             prepare()
 
