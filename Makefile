@@ -62,9 +62,13 @@ demo-real: smollm2
 
 # One OpenMP thread: with more, threads that spin make tiny models many times slower.
 test: install
-	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal -m "not slow and not thorough" $(ARGS)
 
 # Those marked slow too: whole runs in several processes, on Ray, under faults.
+test-ci: install
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal -m "not thorough" $(ARGS)
+
+# All: every family in every test, every fault, every layout of ranks, every demo.
 test-all: install
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,6 +56,13 @@ hypothesis.settings.register_profile(
 if hypothesis.settings.get_current_profile_name() != "mutation":
     hypothesis.settings.load_profile("suite")
 
+FAMILY_LISTS = (
+    ("lightrft.models.tiny", "ALL_MEDIA_FAMILIES"),
+    ("lightrft.models.tiny.text_families", "TEXT_FAMILIES"),
+)
+MANY = 20
+"""Families of a test from which on it is run for a third of them."""
+
 
 @pytest.fixture
 def exact() -> Iterator[None]:
@@ -76,17 +84,45 @@ def exact() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
-    mark_torchvision(items)
+    families = families_of(items)
+    mark_torchvision(families)
+    mark_thorough(families)
 
 
-def mark_torchvision(items: list[pytest.Item]) -> None:
-    """Mark the tests of families whose processors need torchvision, and skip them if it is not installed."""
-    # A run that does not import the families has no such test.
-    tiny = sys.modules.get("lightrft.models.tiny")
-    for item in items if tiny is not None else ():
+def families_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
+    """The tiny family that each test is about, of those that are about one."""
+    known = set[str]()
+    for module, name in FAMILY_LISTS:
+        # A run that does not import the families has no such test.
+        known |= set(getattr(sys.modules.get(module), name, ()))
+    found = {}
+    for item in items:
         params = vars(item)["callspec"].params if "callspec" in vars(item) else {}
-        texts = {value for value in params.values() if isinstance(value, str)}
-        if not texts.isdisjoint(tiny.TORCHVISION_FAMILIES):
-            item.add_marker(pytest.mark.torchvision)
-            if importlib.util.find_spec("torchvision") is None:
-                item.add_marker(pytest.mark.skip(reason="needs torchvision: make test-torchvision"))
+        for name in known.intersection(v for v in params.values() if isinstance(v, str)):
+            found[item] = name
+    return found
+
+
+def mark_torchvision(families: dict[pytest.Item, str]) -> None:
+    """Mark the tests of families whose processors need torchvision, and skip them if it is not installed."""
+    needing = getattr(sys.modules.get("lightrft.models.tiny"), "TORCHVISION_FAMILIES", ())
+    for item in [item for item, family in families.items() if family in needing]:
+        item.add_marker(pytest.mark.torchvision)
+        if importlib.util.find_spec("torchvision") is None:
+            item.add_marker(pytest.mark.skip(reason="needs torchvision: make test-torchvision"))
+
+
+def mark_thorough(families: dict[pytest.Item, str]) -> None:
+    """Leave two thirds of the cases of a test of many families to ``make test-all``.
+
+    Such a test keeps a third of the families, and a family is in about a third of such tests.
+    """
+    tests: dict[str, dict[pytest.Item, str]] = {}
+    for item, family in families.items():
+        tests.setdefault(item.nodeid.partition("[")[0], {})[item] = family
+    for name, cases in tests.items():
+        order = list(dict.fromkeys(cases.values()))
+        first = zlib.crc32(name.encode())
+        for item, family in cases.items() if len(order) >= MANY else ():
+            if (order.index(family) + first) % 3:
+                item.add_marker(pytest.mark.thorough)

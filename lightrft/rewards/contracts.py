@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightrft.rewards.registry import REWARDS, Reward, load_reward
-from lightrft.rewards.sandbox.trial import calls_on, try_rewards
+from lightrft.rewards.sandbox.trial import TrialOutcome, calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.contract_result import CheckResult
 from lightrft.utils.errors import ConfigError
@@ -87,36 +87,63 @@ def reward_verdicts(name: str, options: Mapping[str, object], limit: float) -> l
         RewardError: If the function does not exist, or does not take a rollout and its options.
     """
     reward = load_reward(name, options)
-    return [CheckResult(case.check, case.asks, _broken(reward, case, limit)) for case in CASES]
+    found: list[CheckResult] = []
+    while left := CASES[len(found) :]:
+        found += _verdicts(reward, left, limit)
+    return found
 
 
-def _broken(reward: Reward, case: Case, limit: float) -> str:
+def _verdicts(reward: Reward, cases: Sequence[Case], limit: float) -> Iterator[CheckResult]:
+    """Yield the results of the first of ``cases`` and of those that the same process could run.
+
+    Args:
+        reward: The function.
+        cases: The checks.
+        limit: Seconds for each call.
+    """
+    calls = [calls_on(reward, [_rollout(text) for text in case.texts]) for case in cases]
+    all_calls = [call for each, case in zip(calls, cases) for call in each * case.times]
+    outcomes = try_rewards([(reward.name, dict(reward.options))], all_calls, limit)
+    begin = 0
+    for each, case in zip(calls, cases):
+        end = begin + len(each) * case.times
+        own = outcomes[begin:end]
+        is_whole = len(own) == end - begin
+        # A call that ends the process, or comes too late, leaves none for the checks after it.
+        if case is not cases[0] and not is_whole:
+            return
+        yield CheckResult(case.check, case.asks, _broken(reward, case, own, len(each), limit))
+        if not is_whole:
+            return
+        begin = end
+
+
+def _broken(
+    reward: Reward, case: Case, outcomes: Sequence[TrialOutcome], once: int, limit: float
+) -> str:
     """Return the violation; empty if the check passes.
 
     Args:
         reward: The function.
         case: The responses.
+        outcomes: Those of the calls that were made.
+        once: The number of calls for all responses.
         limit: Seconds for each call.
     """
-    calls = calls_on(reward, [_rollout(text) for text in case.texts])
-    all_calls = calls * case.times
-    outcomes = try_rewards([(reward.name, dict(reward.options))], all_calls, limit)
-    for outcome in outcomes:
+    for index, outcome in enumerate(outcomes):
         if not outcome.problem:
             continue
         # The check has a limit of its own, so naming the setting would mislead.
         text = outcome.problem.replace("reward.timeout =", "the limit of")
         if not reward.batched:
-            response = case.texts[outcome.call % len(case.texts)]
+            response = case.texts[index % len(case.texts)]
             text += f" on the response {response[:40]!r}"
         if outcome.trace:
             text += f"\n{outcome.trace}"
         return text
-    if len(outcomes) < len(all_calls):
+    if len(outcomes) < once * case.times:
         return f"only {len(outcomes)} calls within {limit:g} s"
-    first = outcomes[: len(calls)]
-    again = outcomes[len(calls) :]
-    for one, other in zip(first, again):
+    for one, other in zip(outcomes[:once], outcomes[once:]):
         if one.values != other.values:
             gave = f"gave {_shown(one.values)}, then {_shown(other.values)}"
             return f"{gave}: a run could not be repeated"

@@ -211,13 +211,13 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("where", "nth", "staleness"),
     [
-        ("generation", 7, 1),
+        pytest.param("generation", 7, 1, marks=pytest.mark.thorough),
         ("generation", 14, 1),
-        ("generation", 14, 2),
-        ("update", 3, 1),
+        pytest.param("generation", 14, 2, marks=pytest.mark.thorough),
+        pytest.param("update", 3, 1, marks=pytest.mark.thorough),
         ("update", 6, 3),
-        ("checkpoint files", 3, 1),
-        ("after checkpoint", 3, 1),
+        pytest.param("checkpoint files", 3, 1, marks=pytest.mark.thorough),
+        pytest.param("after checkpoint", 3, 1, marks=pytest.mark.thorough),
         ("after checkpoint", 3, 2),
     ],
 )

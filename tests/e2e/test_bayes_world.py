@@ -44,6 +44,7 @@ def judged(times: float = 1.0) -> list[JudgedPair]:
     return [JudgedPair(number, *pair) for number, pair in enumerate(scores)]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_reward_model_reaches_the_accuracy_of_bayes_and_is_calibrated(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()

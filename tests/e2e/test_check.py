@@ -188,7 +188,7 @@ def test_a_reward_that_keeps_its_contract_passes_every_check(capsys, rewards, wo
             ["raised IndexError", "on the response ''", "my_rewards.py"],
         ),
         ("says_it", "number", ["returned str, not a number", "line 18"]),
-        ("fickle", "repeatable", ["gave 0, then 3"]),
+        ("fickle", "repeatable", ["gave 11, then 14"]),
     ],
 )
 def test_a_reward_that_fails_shows_where_within_its_time_limit(capsys, rewards, name, check, said):

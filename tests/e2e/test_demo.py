@@ -90,6 +90,7 @@ def demo(kind: str, folder: Path, *settings: str, report: str = "report.html") -
     return json.loads((folder / "demo" / "summary.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_demo_of_preferences_ends_with_the_accuracy_of_held_out_pairs(tmp_path: Path) -> None:
     few = ["sft.train.steps=2", "dpo.train.steps=2", "sft.eval.limit=12", "dpo.eval.limit=12"]
@@ -129,6 +130,7 @@ def test_rewards_alone_teach_a_model_to_read_digits(tmp_path: Path) -> None:
     assert summary["heldout_after"] > 0.3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_demo_of_rewards_ends_with_both_reward_models_and_policies_also_when_it_is_stopped(
     tmp_path: Path,

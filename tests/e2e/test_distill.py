@@ -292,7 +292,12 @@ def test_a_config_is_examined_before_it_runs(capsys, tree, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "nth"),
-    [("an answer", 6), ("backward", 3), ("update", 3), ("checkpoint writing", 2)],
+    [
+        ("an answer", 6),
+        pytest.param("backward", 3, marks=pytest.mark.thorough),
+        pytest.param("update", 3, marks=pytest.mark.thorough),
+        ("checkpoint writing", 2),
+    ],
 )
 def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth):
     how = deep_merge(MIXED, {"checkpoint": {"every": 1}, "run": {"threads": 1}})

@@ -132,9 +132,9 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ("where", "nth", "rank"),
     [
         ("an answer", 12, 1),
-        ("backward", 5, 1),
-        ("checkpoint files", 2, 1),
-        ("checkpoint manifest", 2, 0),
+        pytest.param("backward", 5, 1, marks=pytest.mark.thorough),
+        pytest.param("checkpoint files", 2, 1, marks=pytest.mark.thorough),
+        pytest.param("checkpoint manifest", 2, 0, marks=pytest.mark.thorough),
         ("checkpoint publishing", 2, 0),
     ],
 )
@@ -159,7 +159,10 @@ def test_a_rank_that_is_paused_for_less_than_the_limit_changes_nothing(tree, who
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "nth", "rank"), [("backward", 5, 1), ("an answer", 12, 0)])
+@pytest.mark.parametrize(
+    ("where", "nth", "rank"),
+    [pytest.param("backward", 5, 1, marks=pytest.mark.thorough), ("an answer", 12, 0)],
+)
 def test_a_rank_that_is_paused_for_longer_ends_the_run_in_time_and_is_named(
     tree, whole, tmp_path, where, nth, rank
 ):
@@ -207,7 +210,14 @@ def test_a_disk_that_is_full_at_the_end_ends_the_run_with_one_message_and_the_sa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nth", "rank", "saved"), [(12, 1, 1), (20, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("nth", "rank", "saved"),
+    [
+        (12, 1, 1),
+        pytest.param(20, 0, 2, marks=pytest.mark.thorough),
+        pytest.param(2, 1, 0, marks=pytest.mark.thorough),
+    ],
+)
 def test_an_engine_that_fails_on_one_rank_costs_no_whole_step_on_any(
     tree, whole, tmp_path, nth, rank, saved
 ):

@@ -55,6 +55,7 @@ def run_all(common: ModuleType) -> ModuleType:
     return run_all
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_parts_run_with_tiny_models_and_leave_two_files_with_the_machine_in_their_names(
     run_all: ModuleType, tmp_path: Path

@@ -426,7 +426,12 @@ def test_the_command_reports_and_the_doctor_and_explain_know_it(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "nth"),
-    [("an answer", 20), ("generation", 10), ("backward", 2), ("checkpoint writing", 2)],
+    [
+        pytest.param("an answer", 20, marks=pytest.mark.thorough),
+        ("generation", 10),
+        pytest.param("backward", 2, marks=pytest.mark.thorough),
+        ("checkpoint writing", 2),
+    ],
 )
 def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth):
     how = {

@@ -41,7 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", [name for name, way in WAYS.items() if way.processes > 1 and way.needs == "torch"]
+    "way",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] if name != "fsdp2x2" else [])
+        for name, way in WAYS.items()
+        if way.processes > 1 and way.needs == "torch"
+    ],
 )
 def test_every_case_gives_the_numbers_of_one_process(folder, way, subtests):
     """Groups that the ranks do not divide, ranks without rows and without pictures; and run again, bit for bit the same."""
@@ -127,6 +132,7 @@ def test_what_differs_between_two_runs_is_found_and_said_where(tmp_path):
             assert gap > LIMIT and found == where[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_script_prints_a_table_writes_it_down_and_fails_where_a_cell_is_above_the_limit(
     tmp_path,

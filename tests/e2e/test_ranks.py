@@ -79,7 +79,7 @@ def cut(run: Path, to: Path, step: int) -> None:
             shutil.rmtree(checkpoint)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_what_reaches_beyond_a_step_has_the_numbers_of_one_process(
     trees, whole, tmp_path, subtests, processes
 ):

@@ -193,6 +193,7 @@ def tree(uneven_tree: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+@pytest.mark.thorough
 def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up_and_the_same_command_goes_on(
     nodes, tree, tmp_path, caplog
 ):
@@ -273,6 +274,7 @@ def belongs_to(process: psutil.Process, parents: set[int]) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(
     nodes, tree, tmp_path
 ):
@@ -498,6 +500,7 @@ def test_an_engine_of_its_own_decodes_with_a_draft_model_and_changes_no_number(
     assert first["rollout/draft_acceptance"] == 1
 
 
+@pytest.mark.thorough
 def test_a_teacher_and_an_engine_that_are_killed_while_batches_are_generated_ahead_change_no_number(
     nodes, tree, tmp_path
 ):

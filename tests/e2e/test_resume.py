@@ -94,13 +94,13 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("where", "nth"),
     [
-        ("generation", 7),
+        pytest.param("generation", 7, marks=pytest.mark.thorough),
         ("generation", 11),  # while an epoch ends
         ("update", 10),
-        ("checkpoint files", 5),
+        pytest.param("checkpoint files", 5, marks=pytest.mark.thorough),
         ("checkpoint manifest", 3),
         ("checkpoint published", 3),  # and its step's numbers not written yet
-        ("after checkpoint", 2),
+        pytest.param("after checkpoint", 2, marks=pytest.mark.thorough),
     ],
 )
 def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth):

@@ -19,7 +19,7 @@ from tests.media_helpers import Rig, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, gap, gradients, weights
 
 WITHOUT_TORCHVISION = [name for name in ALL_MEDIA_FAMILIES if name not in TORCHVISION_FAMILIES]
-"""Families of the processes, which make all of them at once."""
+"""Families of the two processes."""
 
 
 def shares(batch: Batch) -> list[torch.Tensor]:
@@ -38,10 +38,8 @@ def weighted(actor: Any, batch: Batch, index: torch.Tensor, model: Any) -> torch
 def work(rank: int, folder: str) -> None:
     """Two steps of each family on this process's share, wrapped by torch's own data parallelism."""
     torch.set_num_threads(1)
-    rigs = {
-        family: rig(family, Path(folder) / str(rank), torch.float64)
-        for family in WITHOUT_TORCHVISION
-    }
+    families = Path(folder, "families").read_text().split()
+    rigs = {family: rig(family, Path(folder) / str(rank), torch.float64) for family in families}
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",
@@ -67,8 +65,15 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """The gradients of both processes, of the families that were selected."""
     folder = tmp_path_factory.mktemp("parallel")
+    asked = [item for item in request.session.items if "found" in vars(item)["fixturenames"]]
+    mine = [item for item in asked if item.path == request.path]
+    families = [vars(item)["callspec"].params["family"] for item in mine]
+    (folder / "families").write_text(" ".join(families))
     warm.spawn(work, folder)
     return [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
