@@ -27,10 +27,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 demo-real test test-all test-vllm test-torchvision test-exports check format docs constraints clean
+.PHONY: help install demo smollm2 demo-real test test-ci test-all test-vllm test-torchvision test-exports check format docs constraints clean
 
 help:
-	@echo "make demo | demo-real | smollm2 | test | test-all | test-vllm | test-torchvision | test-exports | check | format | docs | install | constraints | clean"
+	@echo "make demo | demo-real | smollm2 | test | test-ci | test-all | test-vllm | test-torchvision | test-exports | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 

@@ -32,12 +32,13 @@ from operations import Profiler
 
 from benchmarks.generate import native, transformers_generate
 from benchmarks.vs_trl import open_run
-from lightrft.config.base import load_settings, tree_to_yaml
+from lightrft.config.base import load_settings
 from lightrft.config.verbs import DPOConfig, RLConfig, SFTConfig
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.engines.fingerprint import checksums
 from lightrft.types import Prompt
+from lightrft.utils.yaml_text import tree_to_yaml
 
 GIB = 2**30
 RESULT = "measured.json"

@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lightrft.api.progress import OnStep, closing_lines
-from lightrft.config.base import build, parse_yaml
+from lightrft.config.base import build
 from lightrft.config.data import DataConfig
 from lightrft.config.run import RunConfig
 from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
+from lightrft.utils.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     import pandas

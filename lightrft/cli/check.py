@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.arguments import wants_usage
-from lightrft.config.base import parse_yaml
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import parse_yaml
 
 USAGE = (
     "lightrft check <module:function | file.py:function | name> [run folder] [option=value ...] "

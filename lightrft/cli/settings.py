@@ -11,16 +11,10 @@ from dataclasses import dataclass, field
 from lightrft.api.calls import TRAINED
 from lightrft.api.verbs import ONE_PROCESS, SERVING
 from lightrft.cli.arguments import description_lines, wants_usage
-from lightrft.config.base import (
-    Settings,
-    description_of,
-    dotted,
-    inline_yaml,
-    leaves,
-    section_defaults,
-)
+from lightrft.config.base import Settings, description_of, dotted, leaves, section_defaults
 from lightrft.config.other_names.table import ROWS
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import inline_yaml
 
 USAGE = "lightrft settings <word> [<word> ...]"
 MOST = 40

@@ -24,6 +24,7 @@ from lightrft.config.other_names.lookup import answer
 from lightrft.config.setting_paths import branch_of, read_beside
 from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import inline_yaml, parse_yaml, tree_to_yaml
 
 if typing.TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -197,32 +198,6 @@ def to_yaml(settings: Settings) -> str:
     return tree_to_yaml(settings.model_dump(mode="json"))
 
 
-def tree_to_yaml(tree: Tree) -> str:
-    """Return a tree of plain values as YAML that ``parse_yaml`` reads back equal."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def inline_yaml(value: object) -> str:
-    """Return ``value`` as YAML on one line, as on the command line."""
-    text = yaml.dump(
-        value,
-        Dumper=_LineDumper,
-        default_flow_style=True,
-        allow_unicode=True,
-        width=float("inf"),
-    )
-    return text.removesuffix("\n").removesuffix("\n...").strip()
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the value of ``text``, read as in files and on the command line.
-
-    Raises:
-        yaml.YAMLError: ``text`` is not YAML.
-    """
-    return yaml.load(text, Loader=_Loader)
-
-
 def dotted(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of a tree as ``("a.b", value)``. An empty branch is a leaf."""
     for key, value in tree.items():
@@ -354,68 +329,6 @@ def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
                 yield name, " ".join(text.split()).replace("``", "`")
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """A YAML loader that reads ``1e-6`` as a number and refuses duplicate keys.
-
-    YAML 1.1 reads ``1e-6`` as text. YAML 1.2 forbids duplicate keys.
-    """
-
-    def get_single_node(self) -> yaml.Node | None:
-        # On nodes, before they become a ``dict``, which keeps the last of two equal keys silently.
-        node = super().get_single_node()
-        _refuse_duplicate_keys(node)
-        return node
-
-
-def _refuse_duplicate_keys(root: yaml.Node | None) -> None:
-    """Raise ``DuplicateKeyError`` for the first mapping of the tree ``root`` that has a key twice."""
-    left, seen = [root], set[int]()
-    while left:
-        node = left.pop()
-        # An alias is the node of its anchor, and may be inside of it.
-        if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            left += reversed(node.value)
-            continue
-        left += reversed([part for pair in node.value for part in pair])
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            # The merge key ``<<`` may be given several times, once for each merged mapping.
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            line = key.start_mark.line + 1
-            if key.value in first:
-                earlier = first[key.value]
-                where = f"line {line}" if earlier == line else f"lines {earlier} and {line}"
-                raise DuplicateKeyError(
-                    f"the key {key.value!r} is given twice ({where}); leave one of them out"
-                )
-            first[key.value] = line
-
-
-class DuplicateKeyError(yaml.YAMLError):
-    """A mapping has the same key twice."""
-
-
-class _LineDumper(yaml.SafeDumper):
-    """A YAML dumper that writes every character as it is. libyaml's escapes emoji."""
-
-
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
-    """A YAML dumper that quotes text which ``_Loader`` would read as a number."""
-
-
-# They must agree on what is a number, or a tree that is written and read back changes.
-for _side in (_Loader, _LineDumper, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-        list("-+.0123456789"),
-    )
 
 
 def _branch(cls: type[Settings], key: str) -> type[Settings] | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config import verbs as trees
-from lightrft.config.base import build, parse_yaml, to_yaml
+from lightrft.config.base import build, to_yaml
 from lightrft.config.launch import RayConfig
 from lightrft.config.verbs import GivenDataConfig, TrainingConfig
 from lightrft.distributed.error_report import error_listener
@@ -50,6 +50,7 @@ from lightrft.observability.redaction import check_complete
 from lightrft.utils import errors
 from lightrft.utils.errors import RESUMES, ConfigError, RankError, UserError, WorkerError
 from lightrft.utils.stop_signal import StopFlag
+from lightrft.utils.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from lightrft.observability.observer import Observer

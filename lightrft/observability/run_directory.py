@@ -14,7 +14,7 @@ from typing import Self, TypedDict
 
 import yaml
 
-from lightrft.config.base import Settings, dotted, parse_yaml, tree_to_yaml
+from lightrft.config.base import Settings, dotted
 from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.input_digests import FILE as INPUTS
 from lightrft.observability.input_digests import (
@@ -30,6 +30,7 @@ from lightrft.observability.rollout_writer import Attached, RolloutWriter
 from lightrft.observability.trackers import JsonLinesTracker, Row, TensorBoard, Tracker, Wandb
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import RESUMES, ConfigError
+from lightrft.utils.yaml_text import parse_yaml, tree_to_yaml
 
 log = logging.getLogger(__name__)
 

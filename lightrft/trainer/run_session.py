@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lightrft.config.base import build, parse_yaml, to_yaml
+from lightrft.config.base import build, to_yaml
 from lightrft.config.model import loading_settings
 from lightrft.config.run import CheckpointConfig
 from lightrft.config.verbs import EvaluateConfig, GivenDataConfig, RLConfig
@@ -46,6 +46,7 @@ from lightrft.utils.errors import LostRankError, RankError, UserError, without_o
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.state_io import State
 from lightrft.utils.stop_signal import StopFlag
+from lightrft.utils.yaml_text import parse_yaml
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.base import Tree, build, parse_yaml
+from lightrft.config.base import Tree, build
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
@@ -25,6 +25,7 @@ from lightrft.strategy.manifest import MANIFEST, load_manifest, verify
 from lightrft.strategy.single import load_weights
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.yaml_text import parse_yaml
 
 log = logging.getLogger(__name__)
 

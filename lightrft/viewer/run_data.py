@@ -14,9 +14,10 @@ from typing import TypeGuard
 
 import yaml
 
-from lightrft.config.base import dotted, parse_yaml
+from lightrft.config.base import dotted
 from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
+from lightrft.utils.yaml_text import parse_yaml
 from lightrft.viewer.groups import Row, Step, read_steps, text_of
 
 Points = list[tuple[float, float]]

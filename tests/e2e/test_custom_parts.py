@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.base import parse_yaml
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
+from lightrft.utils.yaml_text import parse_yaml
 from tests.e2e.command import ROOT, command
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

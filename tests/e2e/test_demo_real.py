@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from lightrft.cli.demo import preset
-from lightrft.config.base import build, deep_merge, parse_yaml
+from lightrft.config.base import build, deep_merge
 from lightrft.config.demo import DemoConfig
 from lightrft.trainer.demo import run_demo
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import parse_yaml
 
 Tree = dict[str, Any]
 

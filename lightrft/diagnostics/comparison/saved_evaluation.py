@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightrft.config.algorithm import LagrangianConfig
-from lightrft.config.base import build, dotted, parse_yaml
+from lightrft.config.base import build, dotted
 from lightrft.config.reward import RewardConfig
 from lightrft.rewards.success import Success
 from lightrft.trainer.process_model.results import scored_response
@@ -21,6 +21,7 @@ from lightrft.trainer.reward_model.results import scored_prompt
 from lightrft.trainer.reward_model.results_file import RESULTS, read_line
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.prompt_digest import IDENTIFYING
+from lightrft.utils.yaml_text import parse_yaml
 
 CONDITIONS = (
     *("eval.samples", "eval.sampling", "eval.threshold", "run.seed"),

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from lightrft.config.base import parse_yaml
 from lightrft.config.other_names.lookup import options_in
 from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import parse_yaml
 
 HYDRA = ("defaults", "hydra", "_target_")
 """Keys that compose a file of Hydra, and set nothing of a run."""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.base import Settings, Tree, build, has_setting, inline_yaml
+from lightrft.config.base import Settings, Tree, build, has_setting
 from lightrft.config.import_config import ImportConfig
 from lightrft.config.other_names.conversions import processes_in
 from lightrft.config.other_names.lookup import setting_of
@@ -28,6 +28,7 @@ from lightrft.diagnostics.importing.defaults import DEFAULTS
 from lightrft.diagnostics.importing.reading import Foreign, read_foreign
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import inline_yaml
 
 VERBS: dict[str, type[Settings]] = {
     "rl": RLConfig,

@@ -14,17 +14,10 @@ from hypothesis import settings as tries
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from lightrft.config.base import (
-    Settings,
-    build,
-    deep_merge,
-    dotted,
-    load_settings,
-    parse_yaml,
-    to_yaml,
-)
+from lightrft.config.base import Settings, build, deep_merge, dotted, load_settings, to_yaml
 from lightrft.config.verbs import RLConfig, RMConfig
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import parse_yaml
 
 
 class Leaf(Settings):

@@ -11,7 +11,7 @@ import pytest
 
 from lightrft.config import verbs as trees
 from lightrft.config.algorithm import AlgorithmConfig, KLConfig
-from lightrft.config.base import ComponentConfig, Settings, build, load_settings, tree_to_yaml
+from lightrft.config.base import ComponentConfig, Settings, build, load_settings
 from lightrft.config.presets import PRESETS
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.config.serving import ServeConfig, ServeRMConfig
@@ -20,6 +20,7 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.config.train import CriticConfig
 from lightrft.config.verbs import ChatConfig, RLConfig, SFTConfig
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import tree_to_yaml
 
 CLASSES = [
     c
@@ -156,7 +157,7 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
         ),
         (
             [r'eval.sampling.stop=["\ud800"]'],
-            r"eval.sampling.stop (from command line): stop.0 = '\ud800' is not valid Unicode",
+            "is not a YAML value: while parsing a quoted scalar",
         ),
         (
             ["sampling.stop_token_ids=[9223372036854775808]"],
@@ -359,3 +360,8 @@ def test_a_server_refuses_the_comparison_of_log_probs_that_it_does_not_make(
 ) -> None:
     text = said(cls, "engine.check_logprobs=false")
     assert "engine.check_logprobs = false changes nothing for a server" in text
+
+
+def test_text_of_a_program_that_is_not_valid_unicode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stop\.0 = .* is not valid Unicode"):
+        build(RLConfig, {"sampling": {"stop": ["\ud800"]}})

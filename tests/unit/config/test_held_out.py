@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.base import build, parse_yaml, to_yaml
+from lightrft.config.base import build, to_yaml
 from lightrft.config.data import DataConfig, SFTDataConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import DPOConfig, PRMVerbConfig, RLConfig, SFTConfig
 from lightrft.diagnostics.prompts.prompt_texts import prompt_texts
+from lightrft.utils.yaml_text import parse_yaml
 
 GIVEN: dict[str, Any] = {
     "sources": ["train.jsonl"],

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.base import build, load_settings, tree_to_yaml
+from lightrft.config.base import build, load_settings
 from lightrft.config.verbs import RLConfig
 from lightrft.observability.redaction import MARK, check_complete, redacted
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.yaml_text import tree_to_yaml
 from lightrft.viewer.report import write_report
 
 NAMES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "mysecret")
