@@ -471,6 +471,11 @@ def configuration_page() -> str:
         "verb. The second part lists the settings of each section. Some sections can be replaced "
         "by a bare value, as *short for*",
         "says: `model=path` is `model.path=path`.\n",
+        "`lightrft settings WORD` searches them. `lightrft settings --schema rl > rl.schema.json` "
+        "writes the JSON Schema of a",
+        "verb. With `# yaml-language-server: $schema=rl.schema.json` as the first line of a YAML "
+        "file, editors complete its",
+        "settings, show their descriptions and mark mistakes.\n",
         "## Verbs\n",
         *(_verb(verb, cls) for verb, cls in VERBS.items()),
         "`lightrft explain` reads what `lightrft rl` reads.\n",

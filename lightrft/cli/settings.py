@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,12 @@ from lightrft.api.calls import TRAINED
 from lightrft.api.verbs import ONE_PROCESS, SERVING
 from lightrft.cli.arguments import description_lines, wants_usage
 from lightrft.config.base import Settings, description_of, dotted, leaves, section_defaults
+from lightrft.config.json_schema import json_schema
 from lightrft.config.other_names.table import ROWS
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml
 
-USAGE = "lightrft settings <word> [<word> ...]"
+USAGE = "lightrft settings <word> [<word> ...] | --schema <verb>"
 MOST = 40
 """Most settings that are printed."""
 
@@ -35,13 +37,17 @@ def run(arguments: Sequence[str]) -> int:
     """Print the settings whose name or description has all words, and names elsewhere.
 
     Raises:
-        ConfigError: Nothing was found.
+        ConfigError: Nothing was found, or there is no such verb.
     """
     if wants_usage(arguments):
         sys.stdout.write(
             f"{USAGE}\n\nSearch the names and descriptions of all settings, and the names of other "
-            "frameworks.\n"
+            "frameworks.\n\n"
+            "With --schema, print the JSON Schema of a verb's settings, for editors of YAML.\n"
         )
+        return 0
+    if arguments[0] == "--schema":
+        sys.stdout.write(schema_text(arguments[1:]))
         return 0
     words = [word.lower().lstrip("-") for word in arguments]
     known = list(settings())
@@ -68,9 +74,7 @@ def run(arguments: Sequence[str]) -> int:
 def settings() -> Iterator[Found]:
     """Yield every setting of every verb, once for each description and default."""
     rows: dict[tuple[str, str, str], Found] = {}
-    classes: dict[str, type[Settings]] = {verb: cls for verb, (cls, _) in TRAINED.items()}
-    classes |= {verb: row.settings for verb, row in {**ONE_PROCESS, **SERVING}.items()}
-    for verb, cls in classes.items():
+    for verb, cls in classes().items():
         # The defaults of a section may differ from those of its class.
         own = dict(dotted(cls().model_dump(mode="json")))
         for name in leaves(cls):
@@ -80,8 +84,28 @@ def settings() -> Iterator[Found]:
             about, value = description_of(cls, name), own.get(name, defaults[name])
             default = inline_yaml(value) if is_plain(value) else ""
             one = rows.setdefault((name, about, default), Found(name, default, about))
-            one.verbs.append(verb.replace("grm-", "grm "))
+            one.verbs.append(verb)
     yield from rows.values()
+
+
+def classes() -> dict[str, type[Settings]]:
+    """Return the class of settings of each verb."""
+    found: dict[str, type[Settings]] = {verb: cls for verb, (cls, _) in TRAINED.items()}
+    found |= {verb: row.settings for verb, row in {**ONE_PROCESS, **SERVING}.items()}
+    return {verb.replace("grm-", "grm "): cls for verb, cls in found.items()}
+
+
+def schema_text(words: Sequence[str]) -> str:
+    """Return the JSON Schema of the verb ``words``, indented.
+
+    Raises:
+        ConfigError: There is no such verb with settings.
+    """
+    verb, known = " ".join(words), classes()
+    if verb not in known:
+        wrong = f" and not {verb}" if verb else ""
+        raise ConfigError(f"--schema takes a verb{wrong}: {', '.join(known)}")
+    return json.dumps(json_schema(known[verb]), indent=1, ensure_ascii=False) + "\n"
 
 
 def depth(one: Found) -> int:
