@@ -13,6 +13,7 @@ from lightrft.api.progress import OnStep, closing_lines
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig
 from lightrft.config.run import RunConfig
+from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
 from lightrft.utils.yaml_text import parse_yaml
@@ -114,7 +115,7 @@ class Run:
         rows = []
         for file in files:
             at = int(file.stem.rpartition("_")[2])
-            for row in json_lines(file):
+            for row in read_rollouts(file):
                 prompt = row.pop("prompt")
                 shown = {name: prompt[name] for name in ("label", "id", "data_source", "columns")}
                 rows.append({"step": at, "prompt": prompt["text"], **shown, **row})

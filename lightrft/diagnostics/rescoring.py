@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.rewards.scorer import Scorer
 from lightrft.rollout.shown_samples import described, shortened
 from lightrft.types import Prompt, Rollout
@@ -129,8 +130,7 @@ def saved_rollouts(folder: Path, most: int = MOST) -> tuple[tuple[int, int], lis
         if len(rollouts) >= most:
             break
         steps.append(int(file.stem.rpartition("_")[2]))
-        rows = file.read_text(encoding="utf-8").splitlines()
-        rollouts += [_rollout(json.loads(row)) for row in rows]
+        rollouts += map(_rollout, read_rollouts(file))
     if not rollouts:
         raise DataError(
             f"{folder} has no responses in rollouts/; log.rollouts_every says which steps write "
@@ -139,11 +139,10 @@ def saved_rollouts(folder: Path, most: int = MOST) -> tuple[tuple[int, int], lis
     return (min(steps), max(steps)), rollouts
 
 
-def _rollout(row: Mapping[str, object]) -> Rollout:
+def _rollout(row: Mapping[str, Any]) -> Rollout:
     """Return the rollout that a line of ``rollouts/`` shows."""
     given = row["prompt"]
-    assert isinstance(given, Mapping)
     known = {field.name for field in fields(Prompt)} - {"attachments", "media", "request"}
     prompt = Prompt(**{name: value for name, value in given.items() if name in known})
     known = {field.name for field in fields(Rollout)} - {"prompt", "experts", "step_rewards"}
-    return Rollout(prompt, **{name: value for name, value in row.items() if name in known})  # ty: ignore[invalid-argument-type]
+    return Rollout(prompt, **{name: value for name, value in row.items() if name in known})

@@ -5,16 +5,17 @@ A training step waits for the disk only if the disk is slower than the steps.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightrft.utils.atomic_files import is_disk_full, json_line, sync_folder, write_atomic
-from lightrft.utils.errors import ResourceError
+from lightrft.utils.errors import DataError, ResourceError
 
 ExtraColumns = Mapping[str, Sequence[object]]
 """Further fields of rollouts by name, each with one entry per rollout."""
@@ -36,6 +37,22 @@ class _Job:
     rollouts: Sequence[object]
     columns: ExtraColumns
     attached: Sequence[Attached]
+
+
+def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rollouts of a file in the folder ``rollouts`` of a run.
+
+    Raises:
+        DataError: A line is not a rollout. The message has its number.
+    """
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                _ = row["prompt"]["id"], row["prompt"]["text"], row["text"]
+            except (ValueError, KeyError, TypeError):
+                raise DataError(f"{path}, line {number}: not a rollout: {line[:80]!r}") from None
+            yield row
 
 
 class RolloutWriter:

@@ -10,7 +10,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from lightrft.utils.errors import DataError
+from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.viewer.formatting import compact, css_of
 
 STEPS, GROUPS, RESPONSES, CHARACTERS = 8, 4, 16, 2000
@@ -99,15 +99,10 @@ def groups(steps: Sequence[Step]) -> str:
 
 def _step(path: Path) -> Step:
     found: dict[str, list[Row]] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                rows = found.setdefault(str(row["prompt"]["id"]), [])
-                if len(found) <= GROUPS and len(rows) < RESPONSES:
-                    rows.append(row)
-            except (ValueError, KeyError, TypeError):
-                raise DataError(f"{path}, line {number}: not a rollout") from None
+    for row in read_rollouts(path):
+        rows = found.setdefault(str(row["prompt"]["id"]), [])
+        if len(found) <= GROUPS and len(rows) < RESPONSES:
+            rows.append(row)
     kept = [_group(rows) for rows in list(found.values())[:GROUPS]]
     return Step(int(path.stem.rpartition("_")[2]), kept, len(found))
 

@@ -15,6 +15,7 @@ from typing import TypeGuard
 import yaml
 
 from lightrft.config.base import dotted
+from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
 from lightrft.utils.yaml_text import parse_yaml
@@ -159,15 +160,13 @@ def _sample(sample: Row) -> Answer:
 def _sampled(path: Path, most: int = 5) -> list[Answer]:
     """Return one response for each of the first ``most`` prompts of a file of rollouts."""
     found: dict[str, Answer] = {}
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if len(found) == most:
-                break
-            row = json.loads(line)
-            prompt = row["prompt"]
-            texts = (text_of(prompt["text"]), text_of(row["text"]), text_of(prompt["label"]))
-            answer = Answer(*texts, None, row["reward"], _attachments(prompt))
-            found.setdefault(prompt["id"], answer)
+    for row in read_rollouts(path):
+        if len(found) == most:
+            break
+        prompt = row["prompt"]
+        texts = (text_of(prompt["text"]), text_of(row["text"]), text_of(prompt.get("label")))
+        answer = Answer(*texts, None, row.get("reward"), _attachments(prompt))
+        found.setdefault(prompt["id"], answer)
     return list(found.values())
 
 

@@ -9,6 +9,8 @@ from importlib.resources import files
 import pytest
 from PIL import Image
 
+import lightrft
+from lightrft.diagnostics.rescoring import saved_rollouts
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
@@ -482,3 +484,20 @@ def test_a_single_evaluation_is_not_shown_as_before_and_after(tmp_path, step, la
         )
     html = write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert f'<p class="label">{label}</p>' in html and 'class="from"' not in html and "2.4%" in html
+
+
+@pytest.mark.parametrize("line", ['{"no": "prompt"}', "garbage", "[1]", '{"prompt": "text"}', ""])
+@pytest.mark.parametrize(
+    "read",
+    [write_report, lambda folder: lightrft.Run(folder).rollouts(), saved_rollouts],
+    ids=["report", "Run", "check"],
+)
+def test_whatever_reads_rollouts_names_a_line_that_is_none(tmp_path, read, line):
+    folder = with_groups(tmp_path / "a", steps=2)
+    read(folder)
+    last = folder / "rollouts" / "step_000002.jsonl"
+    count = len(last.read_text().splitlines())
+    with last.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(DataError, match=rf"step_000002\.jsonl, line {count + 1}: not a rollout"):
+        read(folder)
