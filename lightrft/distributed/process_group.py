@@ -8,6 +8,7 @@ are global without further communication.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import threading
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from lightrft.distributed.heartbeat import Heartbeat
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class ProcessGroup(Protocol):
@@ -287,6 +290,8 @@ def choose_device(device: str) -> str | None:
 def init_process_group(minutes: float, device: str = "auto") -> Generator[ProcessGroup]:
     """Join the ranks that a launcher such as torchrun has started, or run alone without one.
 
+    A warning says so if a scheduler has started several copies that run alone.
+
     If a rank does not join a collective call within ``minutes``, each rank raises an error that
     names it. Ranks that have already joined are reused.
 
@@ -299,6 +304,7 @@ def init_process_group(minutes: float, device: str = "auto") -> Generator[Proces
             this machine would share an accelerator.
     """
     if _world_size() == 1:
+        _warn_of_copies()
         yield SINGLE_PROCESS
         return
     import torch.distributed as dist
@@ -367,7 +373,29 @@ def _world_size() -> int:
             f"sets {', '.join(RENDEZVOUS)}; start the command by torchrun, or unset WORLD_SIZE and "
             "set launch.processes"
         )
+    if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        raise ConfigError(
+            f"RANK = {given['RANK']} is set, and WORLD_SIZE = {given['WORLD_SIZE']}: ranks are "
+            "numbered from 0; start the command by torchrun, or unset WORLD_SIZE and set "
+            "launch.processes"
+        )
     return int(given["WORLD_SIZE"])
+
+
+COPIES = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Variables that hold how many copies of a command a scheduler has started, and its program."""
+
+
+def _warn_of_copies() -> None:
+    """Warn if a scheduler has started several copies of the command, which know nothing of it."""
+    for name, program in COPIES.items():
+        count = os.environ.get(name, "")
+        if count.isdigit() and int(count) > 1:
+            log.warning(
+                "%s = %s: %s has started %s copies of this command, and each runs alone. For one "
+                "run of all, start torchrun once per node, or one copy with launch.processes",
+                *(name, count, program, count),
+            )
 
 
 _stores: dict[tuple[str, ...], tuple[Store, int, int]] = {}

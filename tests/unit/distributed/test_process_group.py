@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightrft.distributed.process_group import (
+    COPIES,
     RENDEZVOUS,
     SINGLE_PROCESS,
     init_process_group,
@@ -219,9 +220,13 @@ def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"},
             "MASTER_PORT = 'x'",
         ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "WORLD_SIZE = 2",
+        ),
     ],
 )
-def test_a_part_of_the_variables_of_a_launcher_is_refused_by_name(given, named, monkeypatch):
+def test_what_no_launcher_sets_is_refused_by_name(given, named, monkeypatch):
     for name in RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -231,3 +236,23 @@ def test_a_part_of_the_variables_of_a_launcher_is_refused_by_name(given, named, 
         init_process_group(1.0),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started 4 copies"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 copies"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, ""),  # sbatch, with one copy
+        ({"SLURM_STEP_NUM_TASKS": "4(x2)"}, ""),
+        ({}, ""),
+    ],
+)
+def test_copies_of_a_command_that_each_run_alone_are_warned_of(given, warned, monkeypatch, caplog):
+    for name in (*RENDEZVOUS, *COPIES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with init_process_group(1.0) as ranks:
+        assert ranks.size == 1
+    assert (warned in caplog.text) if warned else not caplog.text
