@@ -41,6 +41,7 @@ def command(folder: Path, steps: int) -> list[str]:
     return [sys.executable, "-m", "lightrft", "demo", *words, *SMALL, *SHORT]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

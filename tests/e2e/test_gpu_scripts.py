@@ -84,6 +84,7 @@ def test_all_parts_run_with_tiny_models_and_leave_two_files_with_the_machine_in_
     assert "| operation | calls |" in (tmp_path / "smoke-here.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_steps_fit_into_80_gigabytes_by_the_estimate_of_doctor(
     run_all: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -256,6 +257,7 @@ def test_the_script_for_sglang_checks_a_server_of_its_protocol(
     assert "at the start" in found["wrong"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_script_for_sglang_starts_a_server_of_its_own(
     tmp_path: Path, model_folder: Path

@@ -335,7 +335,10 @@ def ahead_of(tree: dict[str, Any], **over: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lora", "is_killed"), [(None, True), ({"rank": 4}, False)])
+@pytest.mark.parametrize(
+    ("lora", "is_killed"),
+    [(None, True), pytest.param({"rank": 4}, False, marks=pytest.mark.thorough)],
+)
 def test_two_processes_train_while_a_server_generates_with_the_numbers_of_the_native_engine(
     lora: dict[str, Any] | None,
     is_killed: bool,

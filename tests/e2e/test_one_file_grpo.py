@@ -21,6 +21,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_held_out_answers_get_much_better(example: ModuleType) -> None:
     before, after = example.train()

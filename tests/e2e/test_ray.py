@@ -211,6 +211,7 @@ def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
+@pytest.mark.thorough
 def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_of_one_process(
     nodes, tree, tmp_path, caplog
 ):

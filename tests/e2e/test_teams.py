@@ -132,7 +132,7 @@ def found_in(folder: Path) -> Found:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", CELLS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 class TestTeams:
     def test_ranks_that_share_the_tokens_of_a_row_give_the_log_probs_and_gradients_of_one(
         self, found_in, ranks
