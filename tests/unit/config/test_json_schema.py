@@ -57,7 +57,7 @@ def test_every_recipe_is_valid(path):
     text = path.read_text(encoding="utf-8")
     words = text.split("lightrft ", 1)[1].split()
     verb = next(v for v in (" ".join(words[:2]), words[0]) if v in CLASSES)
-    validator(verb).validate(parse_yaml(text))
+    assert list(validator(verb).iter_errors(parse_yaml(text))) == []
 
 
 def test_every_legal_value_that_the_tests_of_settings_use_is_valid():
