@@ -89,8 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_thorough(families)
 
 
-def families_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
-    """The tiny family that each test is about, of those that are about one."""
+def families_of(items: list[pytest.Item]) -> dict[pytest.Item, list[str]]:
+    """The tiny families among the parameters of each test that has some, in the order of the parameters."""
     known = set[str]()
     for module, name in FAMILY_LISTS:
         # A run that does not import the families has no such test.
@@ -98,28 +98,28 @@ def families_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     found = {}
     for item in items:
         params = vars(item)["callspec"].params if "callspec" in vars(item) else {}
-        for name in known.intersection(v for v in params.values() if isinstance(v, str)):
-            found[item] = name
+        if names := [v for v in params.values() if isinstance(v, str) and v in known]:
+            found[item] = names
     return found
 
 
-def mark_torchvision(families: dict[pytest.Item, str]) -> None:
+def mark_torchvision(families: dict[pytest.Item, list[str]]) -> None:
     """Mark the tests of families whose processors need torchvision, and skip them if it is not installed."""
     needing = getattr(sys.modules.get("lightrft.models.tiny"), "TORCHVISION_FAMILIES", ())
-    for item in [item for item, family in families.items() if family in needing]:
+    for item in [item for item, names in families.items() if not set(names).isdisjoint(needing)]:
         item.add_marker(pytest.mark.torchvision)
         if importlib.util.find_spec("torchvision") is None:
             item.add_marker(pytest.mark.skip(reason="needs torchvision: make test-torchvision"))
 
 
-def mark_thorough(families: dict[pytest.Item, str]) -> None:
+def mark_thorough(families: dict[pytest.Item, list[str]]) -> None:
     """Leave two thirds of the cases of a test of many families to ``make test-all``.
 
     Such a test keeps a third of the families, and a family is in about a third of such tests.
     """
     tests: dict[str, dict[pytest.Item, str]] = {}
-    for item, family in families.items():
-        tests.setdefault(item.nodeid.partition("[")[0], {})[item] = family
+    for item, names in families.items():
+        tests.setdefault(item.nodeid.partition("[")[0], {})[item] = names[0]
     for name, cases in tests.items():
         order = list(dict.fromkeys(cases.values()))
         first = zlib.crc32(name.encode())
