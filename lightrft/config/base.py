@@ -20,8 +20,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lightrft.config.misread_values import misread
-from lightrft.config.other_names.lookup import answer
-from lightrft.config.setting_paths import branch_of, read_beside
+from lightrft.config.other_names.lookup import NO_COUNTERPART, answer
+from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml, parse_yaml, tree_to_yaml
@@ -209,12 +209,25 @@ def dotted(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def deep_merge(base: Mapping[str, object], over: Mapping[str, object]) -> Tree:
-    """Return ``base`` with the leaves of ``over`` on top. Lists are replaced, not joined."""
+    """Return ``base`` with the leaves of ``over`` on top.
+
+    A list replaces a list. A branch whose keys are numbers, as in ``a.0.b=1``, changes its items.
+
+    Raises ``ConfigError`` if the list has no item of this number.
+    """
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        is_shared = is_branch(old) and is_branch(value)
-        merged[key] = deep_merge(old, value) if is_shared else value
+        if isinstance(old, list) and changes_items(value):
+            items: Tree = {str(index): item for index, item in enumerate(old)}
+            if beyond := value.keys() - items.keys():
+                raise ConfigError(
+                    f"{key}.{min(beyond)}: the list {key} has {len(old)} items, from 0"
+                )
+            merged[key] = list(deep_merge(items, value).values())
+        else:
+            is_shared = is_branch(old) and is_branch(value)
+            merged[key] = deep_merge(old, value) if is_shared else value
     return merged
 
 
@@ -270,8 +283,8 @@ def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
         more = {key: value}
         if first != key and first in cls.model_fields:
             more = expand_shorthand(cls, _below(key, value))
-        elif (entry := _entry(cls, key)) is not None and is_branch(value):
-            more = {key: {name: _expanded(entry, own) for name, own in value.items()}}
+        elif (entry := _entry(cls, key, value)) is not None:
+            more = {key: _entries(entry, value)}
         elif (branch := _branch(cls, key)) is not None:
             more = {key: _expanded(branch, value)}
         if first in full:
@@ -296,13 +309,25 @@ def _lists(cls: type[Settings], name: str) -> tuple[type, ...]:
     return (list, tuple) if is_list else ()
 
 
-def _entry(cls: type[Settings], key: str) -> type[Settings] | None:
-    """Return the class of the entries of the table ``key``, if each is one branch of settings."""
+def _entry(cls: type[Settings], key: str, value: object) -> type[Settings] | None:
+    """Return the class of the entries of ``value``, if each is one branch of settings.
+
+    ``value`` is that of the table or list ``key``.
+    """
     field = cls.model_fields.get(key)
-    if field is None or typing.get_origin(field.annotation) is not dict:
+    origin = None if field is None else typing.get_origin(field.annotation)
+    is_list = isinstance(value, list | tuple) or changes_items(value)
+    if field is None or not (is_branch(value) if origin is dict else origin is tuple and is_list):
         return None
-    kind = typing.get_args(field.annotation)[1]
+    kind = typing.get_args(field.annotation)[1 if origin is dict else 0]
     return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+
+
+def _entries(entry: type[Settings], value: object) -> object:
+    """Return ``value``, a table or list of branches of class ``entry``, with each one expanded."""
+    if is_branch(value):
+        return {name: _expanded(entry, own) for name, own in value.items()}
+    return [_expanded(entry, own) for own in typing.cast("Sequence[object]", value)]
 
 
 # Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class
@@ -526,6 +551,9 @@ def unknown_setting(cls: type[Settings], name: str, given: object, where: str = 
         where: Its source, as `` (from ...)``.
     """
     found = answer(name, given, functools.partial(has_setting, cls), _verbs_with)
+    if NO_COUNTERPART in found and (others := _verbs_with(name)) != _NO_VERB:
+        elsewhere = f"as a name of another framework, {found}"
+        return f"{name} is a setting of {others}, and not of this verb{where}; {elsewhere}"
     if found.startswith(f"{name} "):
         return f"{found}{where}"
     if found.startswith(f"{name}."):
@@ -548,7 +576,8 @@ def _as_text(place: Sequence[int | str]) -> str:
 
 def _origin(name: str, sources: Mapping[str, str]) -> str:
     """Return the file or argument that set ``name``, as `` (from ...)``, or "" if none did."""
-    for key, source in sources.items():
+    # The last one: an item of a list may be changed after the list was given.
+    for key, source in reversed(list(sources.items())):
         # A problem of a branch comes from one of its leaves, and one of an item from its list.
         outer, inner = sorted((f"{key}.", f"{name}."), key=len)
         if inner.startswith(outer):

@@ -99,6 +99,13 @@ def branch_of(owner: type[Settings], part: str) -> type[Settings]:
     return owner
 
 
+def changes_items(value: object) -> typing.TypeGuard[Mapping[str, object]]:
+    """Return True if the keys of ``value`` are indices of a list, as those of ``a.0.b=1`` below
+    ``a``."""
+    is_filled = isinstance(value, Mapping) and bool(value)
+    return is_filled and all(isinstance(key, str) and key.isdecimal() for key in value)
+
+
 @dataclass(frozen=True, slots=True)
 class _PathChange:
     """A change of all relative paths in a tree of settings."""
@@ -126,7 +133,7 @@ class _PathChange:
             return value
         # The keys of such a table are names that the user chooses, not fields.
         is_table = typing.get_origin(cls.model_fields[name].annotation) is dict
-        if is_table and isinstance(value, Mapping):
+        if changes_items(value) or (is_table and isinstance(value, Mapping)):
             return {entry: self._value(below, v, f"{key}.{entry}") for entry, v in value.items()}
         return self._value(below, value, key)
 

@@ -12,6 +12,7 @@ from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, NoV
 
 Exists = Callable[[str], bool]
 """Return True for a setting of the verb, by its dotted name."""
+NO_COUNTERPART = "has no counterpart here"
 
 
 class _Unread(Mapping[str, Any]):
@@ -105,7 +106,7 @@ def _answer(name: str, value: object, exists: Exists, verbs_with: Callable[[str]
 def _text(row: NameRow, value: object, exists: Exists, verbs_with: Callable[[str], str]) -> str:
     """Return what ``row`` says about a value, as the rest of a sentence."""
     if not row.here:
-        return f"has no counterpart here: {row.note}"
+        return f"{NO_COUNTERPART}: {row.note}"
     note = f": {row.note}" if row.note else ""
     here = setting_of(row, exists)
     if not here:

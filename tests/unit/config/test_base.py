@@ -412,6 +412,16 @@ def test_a_name_of_another_program_is_answered_with_ours(given, said):
     assert said in str(raised.value)
 
 
+def test_a_section_of_another_verb_is_named_before_an_option_of_another_framework():
+    """``optimizer`` is an option of others too, for kinds of optimizers that do not exist here."""
+    from lightrft.config.verbs import EvaluateConfig
+
+    with pytest.raises(ConfigError) as raised:
+        load_settings(EvaluateConfig, overrides=["optimizer={lr: 1e-5}"])
+    said = "optimizer is a setting of lightrft rl and dpo, and not of this verb (from command line)"
+    assert str(raised.value).startswith(f"{said}; as a name of another framework, optimizer has no")
+
+
 @pytest.mark.parametrize("verb", ["SFTConfig", "DistillVerbConfig", "DPOConfig"])
 @pytest.mark.parametrize(
     ("given", "said"),

@@ -282,6 +282,29 @@ def test_a_list_stands_for_the_sources_of_data(tmp_path: Path) -> None:
     assert [s.path for s in found.eval.data.sources] == ["c.jsonl", "d.jsonl"]
 
 
+def test_an_index_changes_one_item_of_a_list(tmp_path: Path) -> None:
+    file, more = tmp_path / "a.yaml", tmp_path / "below" / "b.yaml"
+    more.parent.mkdir()
+    file.write_text(
+        "data: [{path: a.jsonl, name: first}, b.jsonl]\nreward: {terms: [math, format]}"
+    )
+    more.write_text("data.sources.1.path: c.jsonl\nreward.terms.0: {weight: 2.0}")
+    words = ["data.sources.0.limit=2", "data.sources.0.options.split=test", "reward.terms.1=length"]
+    found = load_settings(RLConfig, [file, more], [*words, "reward.terms.1.weight=-1"]).settings
+    first, second = found.data.sources
+    assert (Path(first.path), first.name, first.limit) == (tmp_path / "a.jsonl", "first", 2)
+    assert first.options == {"split": "test"} and Path(second.path) == more.parent / "c.jsonl"
+    terms = [(term.function, term.weight) for term in found.reward.terms]
+    assert terms == [("math", 2.0), ("length", -1.0)]
+
+
+def test_an_index_beyond_a_list_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("data: {sources: [{path: a.jsonl}]}")
+    with pytest.raises(ConfigError, match=r"sources\.1: the list sources has 1 items, from 0"):
+        load_settings(RLConfig, [file], ["data.sources.1.path=b.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

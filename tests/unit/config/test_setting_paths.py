@@ -102,10 +102,10 @@ def test_a_path_that_is_only_in_the_working_directory_is_refused_with_what_to_wr
     with pytest.raises(ConfigError) as raised:
         load_settings(RLConfig, ["conf/b.yaml"])
     first, second = str(raised.value).splitlines()
-    assert first.startswith("data.sources.0 = 'here.jsonl' (from conf/b.yaml)") and first.endswith(
-        "write ../here.jsonl"
-    )
-    assert second.startswith("reward.terms.0 = 'reward.py'") and second.endswith(
+    assert first.startswith(
+        "data.sources.0.path = 'here.jsonl' (from conf/b.yaml)"
+    ) and first.endswith("write ../here.jsonl")
+    assert second.startswith("reward.terms.0.function = 'reward.py'") and second.endswith(
         "write ../reward.py"
     )
 
