@@ -505,14 +505,20 @@ def _reason(cls: type[Settings], error: ErrorDetails, place: Sequence[int | str]
     message = _IN_WORDS.get(kind, error["msg"].removeprefix("Value error, "))
     if kind == "string_type" and isinstance(value, bool):
         # The word is read as a flag. Text that may be null is turned on by giving it.
-        message += f", not {str(value).lower()}"
-        if text := description_of(cls, ".".join(one for one in place if isinstance(one, str))):
-            message += f"; {text.removesuffix('.')}"
+        message += f", not {str(value).lower()}" + _described(cls, place)
         if _is_nullable(cls, place):
             return message
     if kind == "string_type" and isinstance(value, int | float):
         message += f"; to give it as text, put quotes inside the quotes: {_as_text(place)}"
+    if kind in _BOUNDS:
+        message += _described(cls, place)
     return message
+
+
+def _described(cls: type[Settings], place: Sequence[int | str]) -> str:
+    """Return the first sentence about the setting at ``place``, for the end of a message."""
+    text = description_of(cls, ".".join(one for one in place if isinstance(one, str)))
+    return f"; {text.split('. ')[0].removesuffix('.')}" if text else ""
 
 
 def _is_nullable(cls: type[Settings], place: Sequence[int | str]) -> bool:
@@ -525,6 +531,12 @@ def _is_nullable(cls: type[Settings], place: Sequence[int | str]) -> bool:
 _NO_BRANCH = frozenset(("model_type", "model_attributes_type", "dataclass_type"))
 """Errors of pydantic about a value in place of a section. Their text names classes."""
 
+
+_BOUNDS = frozenset(
+    ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+)
+"""Errors of pydantic about a number out of range. Its description names the values that mean
+something else, such as 0 for no limit."""
 
 _IN_WORDS = {
     **dict.fromkeys(("tuple_type", "list_type"), "Input should be a list, as in [a, b]"),

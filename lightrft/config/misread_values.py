@@ -37,8 +37,9 @@ def misread(field: FieldInfo, value: object, is_text: bool) -> str:
     if field.is_required():
         return "it is empty"
     # Where the default is empty, so may be what is given.
-    is_nullable = types.NoneType in kinds and field.default != ""
-    return "it is empty; leave it out, or give null for none" if is_nullable else ""
+    if types.NoneType in kinds and field.default != "":
+        return "it is empty; leave it out, or give null for none"
+    return f"it is empty; leave it out for {field.default!r}" if field.default else ""
 
 
 @functools.cache

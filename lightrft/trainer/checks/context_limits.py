@@ -51,13 +51,22 @@ def check_context(
 ) -> None:
     """Raise ``ConfigError`` if a response could exceed ``length_bound`` or the context length.
 
+    A stop token beyond the vocabulary is refused too, since it would end no response.
+
     Args:
         config: settings of the model.
         longest: length of the longest prompt, in tokens.
-        sampling: settings with the maximum length of a response.
+        sampling: settings with the maximum length and the stop tokens of a response.
         key: name of the setting that holds ``sampling``, for the message.
         data: name of the setting that holds the prompts, for the message.
     """
+    rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    for token in sampling.stop_token_ids:
+        if rows is not None and token >= rows:
+            raise ConfigError(
+                f"{key}.stop_token_ids has {token}, and the largest token id of the model is "
+                f"{rows - 1}, so it would end no response; leave it out"
+            )
     check_bound(config, longest, sampling, key, data)
     context, end = context_length(config), longest + sampling.max_new_tokens
     if context is not None and end > context:
