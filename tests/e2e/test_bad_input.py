@@ -323,6 +323,14 @@ def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl,
     )
 
 
+@pytest.mark.parametrize("key", ["sampling", "eval.sampling"])
+def test_a_stop_token_that_the_model_does_not_have_is_refused_at_the_start(rl, tmp_path, key):
+    held_out = jsonl(tmp_path / "e.jsonl", [{"prompt": "1", "label": "1"}])
+    words = (f"{key}.stop_token_ids=[5,99999]", f"eval.data.sources={held_out}")
+    assert_refused(rl(*words), f"{key}.stop_token_ids has 99999", "would end no response")
+    assert rl(words[0].replace("99999", "6"), words[1]).status == 0
+
+
 def test_an_engine_budget_that_cannot_hold_one_answer_is_assert_refused(rl):
     assert_refused(
         rl("engine.max_cache_tokens=5"),
