@@ -652,5 +652,10 @@ def full_branches(key: str, parts: object) -> object:
     return [{key: part} if isinstance(part, str) else part for part in parts]
 
 
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)
+]
+"""Names. A single one needs no list around it."""
+
 Components = Annotated[tuple[ComponentConfig, ...], strings_as("name")]
 """Functions with their options, applied in order."""

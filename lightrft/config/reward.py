@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from lightrft.config.base import Settings, changed_fields, strings_as
+from lightrft.config.base import Names, Settings, changed_fields, strings_as
 from lightrft.config.judgement import COMPARED, QuestionConfig
 
 
@@ -270,7 +270,7 @@ class RewardConfig(Settings):
     """Generative reward models whose scores are added to the reward of every row: a model, or a
     list of models and tables; see ``JudgeConfig`` and ``docs/judges.md``. Each rank holds a
     copy, or asks the server of ``url``."""
-    success: tuple[str, ...] = ()
+    success: Names = ()
     """Name of the term that says if a response is right, which ``eval/accuracy`` counts: the name
     of a term, a model or a judge, or ``term/value`` of a function with several named values. A list
     names one for each data source. Empty takes the only term that says right or wrong. A cost of
@@ -289,11 +289,6 @@ class RewardConfig(Settings):
     """Limit of each call in seconds."""
     memory_mb: int = Field(2048, ge=64)
     """Memory limit of a worker in MiB, on top of what it needs to start."""
-
-    @field_validator("success", mode="before")
-    @classmethod
-    def _is_a_list(cls, success: object) -> object:
-        return [success] if isinstance(success, str) else success
 
     @model_validator(mode="after")
     def _has_one_name_each(self) -> RewardConfig:
@@ -322,12 +317,16 @@ class RewardConfig(Settings):
             known |= {name: key for key, name in group.items() if name is not None}
         return ""
 
-    def term_names(self) -> set[str] | None:
-        """Return the names of all terms, or ``None`` if a model must be loaded to know its name."""
+    def term_names(self, models: Sequence[str | None] | None = None) -> set[str] | None:
+        """Return the names of all terms, or ``None`` if a model must be loaded to know its name.
+
+        Args:
+            models: Names of the reward models, once they are loaded.
+        """
         lists = (self.terms, *self.per_source.values())
         names = {term.label for terms in lists for term in terms}
         names |= {judge.name for judge in self.judges}
-        models = [model.label for model in self.models]
+        models = [model.label for model in self.models] if models is None else models
         return None if None in models else names | {name for name in models if name is not None}
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Settings
+from lightrft.config.base import Names, Settings
 from lightrft.config.data import (
     DataConfig,
     HeldOutSettings,
@@ -616,7 +616,7 @@ class CompareConfig(Settings):
     prompts: Literal["equal", "common"] = "equal"
     """``equal`` refuses evaluations of different prompts. ``common`` compares the prompts that both
     have."""
-    success: tuple[str, ...] = ()
+    success: Names = ()
     """Names of the terms that say if a response is right, as in ``reward.success``. Empty takes
     those of each run."""
     threshold: float | None = None

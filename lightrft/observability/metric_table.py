@@ -161,6 +161,13 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("staleness/max", "largest", "age of the weights that sampled, in steps"),
     MetricRow("eval/accuracy", PROMPTS, "share of right responses"),
     MetricRow("eval/accuracy_<end>", PROMPTS, "95 % interval and standard error"),
+    MetricRow(
+        "eval/outcome_values",
+        "largest",
+        "values of the outcome term on one side of `eval.threshold`; with more than one it is a "
+        "score, and `eval/accuracy` is the share that reaches the threshold",
+        "the outcome is a built-in rule, or `reward.success` or `eval.threshold` is set",
+    ),
     MetricRow("eval/pass", PROMPTS, "share with a right response", "`eval.samples` is 1"),
     MetricRow("eval/pass@<k>", PROMPTS, "any of k responses is right", "`eval.samples` is 1"),
     MetricRow("eval/pass^<k>", PROMPTS, "all of k responses are right", "`eval.samples` is 1"),

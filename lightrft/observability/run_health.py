@@ -133,6 +133,14 @@ RULES = (
         "names",
     ),
     Rule(
+        "eval/outcome_values",
+        1,
+        "the term that is taken for right or wrong has {value:.0f} values on one side of "
+        "eval.threshold, so it is a score, and eval/accuracy is the share that reaches the "
+        "threshold. Set reward.success to the term or value that says which response is right, or "
+        "eval.threshold to the smallest value of a right response; or read eval/reward",
+    ),
+    Rule(
         "eval/truncated",
         0.25,
         "{value:.0%} of eval responses were cut at eval.sampling.max_new_tokens; raise it",

@@ -11,7 +11,7 @@ from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.rewards.registry import load_reward
 from lightrft.rewards.sandbox.trial import TrialOutcome, calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
-from lightrft.utils.errors import RewardError
+from lightrft.utils.errors import RewardError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,10 +44,11 @@ def check_rewards(
 
     Raises:
         RewardError: If every call of a term fails. The message contains the function's own
-            traceback.
+            traceback. If no call gives the value that ``reward.success`` names.
     """
     some = [prompts[i] for i in spread(len(prompts))]
     for trial, outcomes in tried(config, made_up(some, tokenizer)):
+        _check_success(config, trial.term, outcomes)
         problems = [outcome for outcome in outcomes if outcome.problem]
         if not problems:
             continue
@@ -61,6 +62,25 @@ def check_rewards(
         if len(problems) == len(outcomes):
             raise RewardError(text)
         log.warning("%s", text)
+
+
+def _check_success(
+    config: RewardConfig, term: RewardTerm, outcomes: Sequence[TrialOutcome]
+) -> None:
+    """Raise ``RewardError`` if no call of a term gives the value that ``reward.success`` names.
+
+    A failed call shows no names, so nothing is known where one failed.
+    """
+    if any(outcome.problem for outcome in outcomes):
+        return
+    given = {f"{term.label}/{name}" for outcome in outcomes for name in outcome.names}
+    known = {term.label} | given
+    for name in config.success:
+        if name.startswith(f"{term.label}/") and name not in known:
+            raise RewardError(
+                f"reward.success = {name!r}: {term.function} gives no such value"
+                f"{did_you_mean(name, known)}; it gives {', '.join(sorted(known))}"
+            )
 
 
 def spread(count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ RANKS = {OUTCOME: 0, "": 1}
 """Kinds of rewards that may say if a response is right, the surest first. A user's function has the
 kind ``""``. Scores of models and of judges say how good a response is, not if it is right."""
 
+DEFAULT_THRESHOLD = 1.0
 GIVEN = RewardConfig()
 """Settings without rewards: responses come with a reward that something else gives."""
 
@@ -38,7 +39,7 @@ class Success:
     """
 
     reward: RewardConfig = GIVEN
-    threshold: float = 1.0
+    threshold: float = DEFAULT_THRESHOLD
     costs: frozenset[str] = frozenset()
     _names: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -71,9 +72,13 @@ class Success:
         name = self.term(source)
         return None if name is None else terms.get(name)
 
+    def outcome_of(self, rollout: Rollout) -> float | None:
+        """Return the outcome of a rollout, or ``None`` if it has none."""
+        return self.outcome(rollout.prompt.data_source, rollout.reward, rollout.terms)
+
     def is_right(self, rollout: Rollout) -> bool:
         """Return whether a response is right. A response that failed to be scored is not."""
-        value = self.outcome(rollout.prompt.data_source, rollout.reward, rollout.terms)
+        value = self.outcome_of(rollout)
         return not rollout.failed and value is not None and value >= self.threshold
 
     def check(self, rollout: Rollout) -> None:
@@ -85,9 +90,33 @@ class Success:
                 f"its terms lack the outcome {name!r} of reward.success; it has {given}"
             )
 
+    def outcome_values(self, outcomes: Iterable[tuple[str, float]]) -> int:
+        """Return the number of values that an outcome has on one side of the threshold, or 0.
+
+        A term with several values on one side is a score. A term that ``reward.success`` names, or
+        a threshold that is set, declares what is right, so only functions without either count.
+
+        Args:
+            outcomes: Data sources, each with the outcome of a scored response.
+        """
+        sides: dict[tuple[str, bool], set[float]] = {}
+        for source, value in outcomes:
+            if self._is_assumed(source):
+                sides.setdefault((source, value >= self.threshold), set()).add(value)
+        return max(map(len, sides.values()), default=0)
+
+    def _is_assumed(self, source: str) -> bool:
+        is_set = self.threshold != DEFAULT_THRESHOLD or self.term(source) in self.reward.success
+        return not is_set and self._kind(source) == ""
+
+    def _kind(self, source: str) -> str | None:
+        """Return the kind of the outcome of a data source, or ``None`` if it is no function."""
+        name = self.term(source)
+        terms = self.reward.per_source.get(source) or self.reward.terms
+        return next((_kind(term) for term in terms if term.label == name), None)
+
     def problems(self) -> Iterator[str]:
         """Yield problems of ``reward.success``, and of data sources whose outcome is unclear."""
-        known = self.reward.term_names()
         for name in self.reward.success:
             if name in self.costs:
                 yield (
@@ -95,22 +124,42 @@ class Success:
                     "cost does not make a response right; name another term"
                 )
                 return
-            if known is not None and not _names(name, known):
-                yield (
-                    f"reward.success = {name!r}: there is no such term{did_you_mean(name, known)}; "
-                    f"the terms: {', '.join(sorted(known))}"
-                )
-                return
+        if problem := unknown_success(self.reward, self.reward.term_names()):
+            yield problem
+            return
         for source in self.sources():
             try:
-                self.term(source)
+                kind = self._kind(source)
             except ConfigError as error:
                 yield str(error)
+                continue
+            if kind == OUTCOME and not 0 < self.threshold <= 1:
+                share = "every" if self.threshold <= 0 else "no"
+                yield (
+                    f"eval.threshold = {self.threshold:g}: {self.term(source)!r} is from 0 to 1, so "
+                    f"{share} response would be right; set it above 0 and at most to 1"
+                )
 
     def sources(self) -> list[str]:
         """Return the data sources with terms of their own, and "" for all others."""
         others = [""] if self.reward.terms or not self.reward.per_source else []
         return [*others, *self.reward.per_source]
+
+
+def unknown_success(reward: RewardConfig, known: Set[str] | None) -> str:
+    """Return the problem if ``reward.success`` names none of the terms ``known``, or "".
+
+    Args:
+        reward: The settings ``reward``.
+        known: The names of all terms. ``None`` where they are not known yet.
+    """
+    for name in reward.success if known is not None else ():
+        if not _names(name, known):
+            return (
+                f"reward.success = {name!r}: there is no such term{did_you_mean(name, known)}; "
+                f"the terms: {', '.join(sorted(known))}"
+            )
+    return ""
 
 
 def _outcome_term(reward: RewardConfig, source: str, costs: frozenset[str]) -> str | None:
@@ -132,7 +181,11 @@ def _outcome_term(reward: RewardConfig, source: str, costs: frozenset[str]) -> s
         )
     if chosen:
         return chosen[0]
-    kinds = {term.label: _kind(term) for term in terms if term.label not in costs}
+    kinds = {
+        term.label: _kind(term)
+        for term in terms
+        if term.label not in costs and not _is_penalty(term)
+    }
     ranked = [(RANKS[kind], label) for label, kind in kinds.items() if kind in RANKS]
     best = [label for rank, label in ranked if rank == min(ranked)[0]]
     if len(best) > 1:
@@ -148,6 +201,11 @@ def _kind(term: RewardTerm) -> str:
     return REWARDS.about(term.function).kind if term.function in REWARDS else ""
 
 
-def _names(name: str, terms: set[str]) -> bool:
+def _is_penalty(term: RewardTerm) -> bool:
+    """Return whether a high value of a user's function makes a response worse."""
+    return term.weight < 0 and not _kind(term)
+
+
+def _names(name: str, terms: Set[str]) -> bool:
     """Return whether ``name`` is one of ``terms``, or ``term/value`` of several named values."""
     return name in terms or any(name.startswith(f"{term}/") for term in terms)

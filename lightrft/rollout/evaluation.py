@@ -92,6 +92,14 @@ def evaluate(
             success.check(rollout)
     for prefix, members in by_prefix(groups).items():
         _count(metrics, prefix, members, config.samples, success)
+    outcomes = [
+        (rollout.prompt.data_source, value)
+        for group in groups
+        for rollout in group
+        if not rollout.failed and (value := success.outcome_of(rollout)) is not None
+    ]
+    if values := success.outcome_values(outcomes):
+        metrics.add("eval/outcome_values", Last(values))
     metrics.add("eval/media_errors", Sum(len(prompts) - len(groups)))
     return Evaluation(groups, metrics)
 

@@ -129,7 +129,7 @@ def _check_named(config: EvaluateConfig) -> None:
             "reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
         )
     check_whole_rewards(config.reward, "eval")
-    if problem := next(Success(config.reward).problems(), ""):
+    if problem := next(Success(config.reward, config.eval.threshold).problems(), ""):
         raise ConfigError(problem)
     if config.eval.samples > 1 and config.eval.sampling.temperature == 0:
         log.warning(

@@ -38,6 +38,7 @@ from lightrft.models.processors import Processor
 from lightrft.models.router_loss import RouterLoss
 from lightrft.rewards.base import NullScorer, RewardScorer
 from lightrft.rewards.scorer import Scorer
+from lightrft.rewards.success import unknown_success
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
@@ -228,7 +229,8 @@ def model_scorers(
     """
     found: list[ModelScorer | JudgeScorer] = []
     models = scoring_models(config.models, policy, tokenizer, device)
-    if problem := config.shared_name([model.name for model in models]):
+    names = [model.name for model in models]
+    if problem := config.shared_name(names) or unknown_success(config, config.term_names(names)):
         raise ConfigError(problem)
     if models:
         found.append(ModelScorer(NullScorer(None), models, device))

@@ -129,6 +129,12 @@ def compare(
         for side in (baseline, candidate)
         if side.unjudged
     ]
+    notes += [
+        f"the outcome term of {side.file} has {side.outcome_values} values on one side of "
+        "eval.threshold, so it is a score, and accuracy is the share that reaches the threshold"
+        for side in (baseline, candidate)
+        if side.outcome_values > 1 and config.threshold is None
+    ]
     thresholds = [
         side.threshold if config.threshold is None else config.threshold
         for side in (baseline, candidate)

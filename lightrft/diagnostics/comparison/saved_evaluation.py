@@ -80,6 +80,7 @@ class SavedEvaluation:
         settings: Settings that change the numbers, by dotted key.
         prompts: The prompts with their responses.
         unjudged: Number of further prompts, whose data source has no outcome term.
+        outcome_values: See ``Success.outcome_values``.
     """
 
     file: Path
@@ -88,6 +89,7 @@ class SavedEvaluation:
     settings: dict[str, Any]
     prompts: dict[Key, SavedPrompt]
     unjudged: int = 0
+    outcome_values: int = 0
 
 
 def read_evaluation(path: Path, step: int | None, success: Sequence[str] = ()) -> SavedEvaluation:
@@ -112,9 +114,11 @@ def read_evaluation(path: Path, step: int | None, success: Sequence[str] = ()) -
     tree = _tree(file.parent.parent / "config.yaml")
     settings: dict[str, Any] = dict(dotted(tree))
     _check_finished(file.parent.parent, settings)
-    rule = _rule(file.parent.parent, tree, success)
+    threshold = float(settings.get("eval.threshold", 1.0))
+    rule = _rule(file.parent.parent, tree, success, threshold)
     prompts: dict[Key, SavedPrompt] = {}
     unjudged: set[Key] = set()
+    outcomes: list[tuple[str, float]] = []
     for row in _rows(file):
         prompt = {name: row["prompt"].get(name) for name in IDENTIFYING}
         key = str(prompt["data_source"]), str(prompt["id"])
@@ -126,13 +130,15 @@ def read_evaluation(path: Path, step: int | None, success: Sequence[str] = ()) -
         response["outcome"] = rule.outcome(key[0], row["reward"], row.get("terms", {}))
         if response["outcome"] is None and not response["failed"]:
             raise DataError(f"{file}: a response of {key[1]!r} lacks {rule.term(key[0])!r}")
+        if not response["failed"]:
+            outcomes.append((key[0], response["outcome"]))
         prompts.setdefault(key, SavedPrompt(prompt)).responses.append(response)
     if not prompts:
         raise DataError(f"{file} holds no response")
     relevant = {name: value for name, value in settings.items() if _is_condition(name)}
-    threshold = settings.get("eval.threshold", 1.0)
+    values = rule.outcome_values(outcomes)
     step = int(number[1])
-    return SavedEvaluation(file, step, float(threshold), relevant, prompts, len(unjudged))
+    return SavedEvaluation(file, step, threshold, relevant, prompts, len(unjudged), values)
 
 
 def _read_scores(file: Path) -> SavedEvaluation:
@@ -219,13 +225,23 @@ def _file_at(folder: Path, step: int | None) -> Path:
     raise ConfigError(f"{folder} holds no evaluation of step {step}; it has the steps {steps}")
 
 
-def _rule(folder: Path, tree: Mapping[str, Any], success: Sequence[str]) -> Success:
-    """Return the rule for right responses of the run in ``folder`` with the settings ``tree``."""
+def _rule(
+    folder: Path, tree: Mapping[str, Any], success: Sequence[str], threshold: float
+) -> Success:
+    """Return the rule for right responses of a run.
+
+    Args:
+        folder: The run folder.
+        tree: The settings of the run.
+        success: Names for ``reward.success``. Empty takes the setting of the run.
+        threshold: ``eval.threshold`` of the run.
+    """
     reward = build(RewardConfig, tree.get("reward") or {})
     if success:
         reward = reward.model_copy(update={"success": tuple(success)})
     algorithm = tree.get("algorithm") or {}
-    rule = Success(reward, costs=build(LagrangianConfig, algorithm.get("lagrangian") or {}).names)
+    costs = build(LagrangianConfig, algorithm.get("lagrangian") or {}).names
+    rule = Success(reward, threshold, costs)
     if problem := next(rule.problems(), ""):
         raise ConfigError(f"{folder}: {problem}")
     if not any(rule.judges(source) for source in rule.sources()):

@@ -23,7 +23,7 @@ from typing import Any
 
 from lightrft.distributed.guarded.guardian import become_guardian
 from lightrft.rewards.registry import Reward, load_reward
-from lightrft.rewards.sandbox.results import InvalidReward, rows_of, terms_of
+from lightrft.rewards.sandbox.results import VALUE, InvalidReward, rows_of, terms_of
 from lightrft.rewards.sandbox.rollout_view import view_of
 from lightrft.rewards.sandbox.worker import describe, warm_up
 from lightrft.types import Rollout
@@ -59,12 +59,14 @@ class TrialOutcome:
     Attributes:
         call: Index of the call.
         values: One reward per rollout.
+        names: Names of the further numbers, of all rollouts together.
         problem: Empty if the call succeeded.
         trace: The user's own frames of the traceback.
     """
 
     call: int
     values: tuple[float, ...] = ()
+    names: frozenset[str] = frozenset()
     problem: str = ""
     trace: str = ""
 
@@ -142,10 +144,11 @@ def _outcomes(text: str, status: int, deadline: float) -> list[TrialOutcome]:
         elif "begun" in message:
             begun = message["begun"]
         else:
-            values = tuple(message.get("values", ()))
-            problem = message.get("problem", "")
-            trace = message.get("trace", "")
-            outcomes.append(TrialOutcome(message["call"], values, problem, trace))
+            values, names = message.get("values", ()), message.get("names", ())
+            problem, trace = message.get("problem", ""), message.get("trace", "")
+            outcomes.append(
+                TrialOutcome(message["call"], tuple(values), frozenset(names), problem, trace)
+            )
     if not outcomes and begun < 0:
         return [TrialOutcome(0, problem=f"could not start (status {status})")]
     if begun >= len(outcomes):
@@ -209,7 +212,9 @@ def main(fd: int, parent: int) -> None:
 def _outcome(reward: Reward, call: Call) -> dict[str, object]:
     try:
         results = _called(reward, [pickle.loads(view) for view in call.views])
-        return {"values": [terms_of(result)[""] for result in results]}
+        terms = [terms_of(result) for result in results]
+        names = {name for each in terms for name in each} - {VALUE}
+        return {"values": [each[VALUE] for each in terms], "names": sorted(names)}
     except InvalidReward as error:
         return {"problem": str(error), "trace": _defined(reward)}
     except BaseException as error:

@@ -284,7 +284,7 @@ def _without_data(settings: EvalConfig, validates: bool) -> Iterator[str]:
 def _success(config: PolicyConfig) -> Iterator[str]:
     """Yield problems of the rule for right responses, which evaluations count."""
     costs = config.algorithm.lagrangian.names if isinstance(config, RLConfig) else frozenset()
-    success = Success(config.reward, costs=costs)
+    success = Success(config.reward, config.eval.threshold, costs)
     if not config.eval.data.sources:
         if config.reward.success:
             yield (

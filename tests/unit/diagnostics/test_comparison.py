@@ -129,6 +129,23 @@ def test_the_outcome_is_compared_and_not_the_sum_of_the_terms(
         compared(folders["one"], folders["two"], success=["lenght"])
 
 
+def test_a_score_that_is_compared_as_right_or_wrong_is_noted(saved: Callable[..., Path]) -> None:
+    folder = saved("one", single([0] * 12))
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({**tree, "reward": {"terms": ["rw.py:similarity"]}})
+    )
+    file = folder / "rollouts" / "eval_000000.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for k, row in enumerate(rows):
+        row["terms"] = {"similarity": k / 12}
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    notes = compared(folder, folder).notes
+    assert any("12 values on one side of eval.threshold, so it is a score" in one for one in notes)
+    assert compared(folder, folder, threshold=0.5).notes == []
+    assert compared(folder, folder, success="similarity").notes == []
+
+
 def test_the_tests_of_several_sources_are_adjusted_for_their_number(
     saved: Callable[..., Path],
 ) -> None:

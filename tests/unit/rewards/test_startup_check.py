@@ -74,6 +74,10 @@ def batched(rollouts):
     return [float(len(r.text)) for r in rollouts]
 
 
+def named(rollout):
+    return {"score": 1.0, "acc": float("boxed" in rollout.text)}
+
+
 def exits(rollout):
     import os
 
@@ -166,6 +170,18 @@ def test_a_reward_that_fails_on_some_responses_is_warned_of(file, caplog) -> Non
 @pytest.mark.parametrize("name", ["awaited", "batched"])
 def test_a_reward_of_any_form_that_scores_passes_in_silence(file, caplog, name) -> None:
     check_rewards(RewardConfig(terms=[f"{file}:{name}"]), PROMPTS, TOKENIZER)
+    assert not caplog.records
+
+
+def test_a_success_that_no_call_gives_is_refused_before_anything_is_generated(file) -> None:
+    reward = RewardConfig(terms=[f"{file}:named"], success="named/accuracy")
+    with pytest.raises(RewardError, match=r"reward\.success = 'named/accuracy'.*named, named/acc"):
+        check_rewards(reward, PROMPTS, TOKENIZER)
+
+
+@pytest.mark.parametrize("success", ["named", "named/acc"])
+def test_a_success_that_calls_give_passes_in_silence(file, caplog, success) -> None:
+    check_rewards(RewardConfig(terms=[f"{file}:named"], success=success), PROMPTS, TOKENIZER)
     assert not caplog.records
 
 

@@ -13,6 +13,7 @@ from lightrft.config.base import build
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.observability.run_health import Health
 from lightrft.rewards.success import Success
 from lightrft.rollout.evaluation import Evaluation, evaluate
 from lightrft.trainer.checks.preflight import evaluation_problems
@@ -88,6 +89,7 @@ def test_only_the_outcome_term_decides(
     assert accuracy({"terms": three}, terms) == pytest.approx(expected)
 
 
+PENALTY = {"function": "rw.py:too_long", "weight": -0.5}
 DEFAULTS: dict[str, tuple[Any, str | None]] = {
     "one built-in": (["math"], "math"),
     "one function of the user": (["rw.py:f"], "f"),
@@ -95,6 +97,9 @@ DEFAULTS: dict[str, tuple[Any, str | None]] = {
     "a built-in outcome before a function": (["rw.py:f", "exact_match"], "exact_match"),
     "with its own name": ([{"function": "math", "name": "right"}, "length"], "right"),
     "measures alone": (["format", "length"], None),
+    "a penalty alone": ([PENALTY], None),
+    "a function and a penalty": ([PENALTY, "rw.py:f"], "f"),
+    "a built-in outcome with a negative weight": ([{"function": "math", "weight": -1}], "math"),
 }
 
 
@@ -248,3 +253,53 @@ def test_two_terms_beside_a_cost_are_still_unclear() -> None:
     reward = {"terms": [*SAFE["reward"]["terms"], "rw.py:other"]}
     (problem,) = evaluation_problems(build(RLConfig, {**SAFE, "reward": reward}))
     assert "2 terms" in problem and "helpful, other" in problem
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, 1.5])
+def test_a_threshold_that_makes_all_or_no_answers_right_is_refused(threshold: float) -> None:
+    tree: dict[str, Any] = {"eval": {**SAFE["eval"], "threshold": threshold}}
+    (problem,) = evaluation_problems(build(RLConfig, {**tree, "reward": {"terms": ["math"]}}))
+    assert f"eval.threshold = {threshold:g}: 'math' is from 0 to 1" in problem
+    assert evaluation_problems(build(RLConfig, {**tree, "reward": {"terms": ["rw.py:f"]}})) == []
+
+
+SCORES = {
+    "right and wrong": ([0, 1, 0, 1], 1),
+    "minus and plus one": ([-1, 1], 1),
+    "all right": ([1, 1], 1),
+    "a share": ([0.1, 0.5, 0.7, 1], 3),
+    "never the threshold": ([0, 0.5], 2),
+    "lengths": ([3, 17, 120], 3),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_function_that_gives_a_score_is_reported_where_it_is_taken_for_right_or_wrong(
+    name: str,
+) -> None:
+    scores, expected = SCORES[name]
+    terms = [{"f": float(score)} for score in scores]
+    values = measured({"terms": ["rw.py:f"]}, terms).metrics.compute()
+    assert values["eval/outcome_values"] == expected
+    warned = [one for one in Health().warnings(values) if "reward.success" in one]
+    assert bool(warned) == (expected > 1)
+
+
+def test_a_declared_outcome_may_be_a_score() -> None:
+    terms = [{"f": 0.1, "math": 0.1}, {"f": 0.5, "math": 0.5}]
+    declared: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"terms": ["rw.py:f"], "success": "f"}, {}),
+        ({"terms": ["rw.py:f"]}, {"threshold": 0.3}),
+        ({"terms": ["math"]}, {}),
+        ({"terms": ["length"]}, {}),
+    ]
+    for reward, settings in declared:
+        names = measured(reward, terms, **settings).metrics.compute()
+        assert "eval/outcome_values" not in names
+
+
+def test_scores_of_two_data_sources_are_not_mixed() -> None:
+    both = {"per_source": {"a": ["rw.py:f"], "b": ["rw.py:g"]}}
+    success = Success(build(RewardConfig, both))
+    assert success.outcome_values([("a", 1.0), ("b", 2.0), ("a", 0.0), ("b", -1.0)]) == 1
+    assert success.outcome_values([("a", 1.0), ("b", 2.0), ("b", 3.0)]) == 2

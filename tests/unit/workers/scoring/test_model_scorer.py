@@ -233,3 +233,12 @@ def test_a_reward_model_whose_head_has_the_name_of_another_term_is_refused(folde
     tree = {"terms": [{"function": "m.py:good"}], "models": [str(folder)]}
     with pytest.raises(ConfigError, match=r"models\.0 and reward\.terms\.0 are both called 'good'"):
         model_scorers(RewardConfig.model_validate(tree), config, load_tokenizer(config), CPU)
+
+
+def test_a_success_that_no_head_is_called_is_refused_once_the_model_is_loaded(folder: Path) -> None:
+    config = ModelConfig(path=str(folder), dtype="float32")
+    tree = {"terms": ["math"], "models": [str(folder)], "success": "god"}
+    with pytest.raises(ConfigError, match=r"reward\.success = 'god'.*'good'.*terms: good, math"):
+        model_scorers(RewardConfig.model_validate(tree), config, load_tokenizer(config), CPU)
+    known = RewardConfig.model_validate({**tree, "success": "good"})
+    assert len(model_scorers(known, config, load_tokenizer(config), CPU)) == 1
