@@ -186,9 +186,9 @@ class Rollout:
         finish_reason: ``stop``, ``length``, or ``abort`` for an unfinished response.
         seed: Seed of the request.
         sample: Index among the responses to the prompt.
-        text: The response as text, without special tokens.
-        special_text: The text with the special tokens that were sampled, but without the one that
-            ended the response. Empty if it is ``text``.
+        text: The response as it was sampled: with its special tokens, but without the token or the
+            stop string that ended it.
+        plain: The text without special tokens. ``None`` if it is ``text``.
         reward: Outcome reward. ``None`` if the response is not scored.
         baseline: Reward of the greedy response to the same prompt. ``None`` if there is none.
         terms: Reward terms by name.
@@ -210,7 +210,7 @@ class Rollout:
     seed: int
     sample: int = 0
     text: str = ""
-    special_text: str = ""
+    plain: str | None = None
     reward: float | None = None
     baseline: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
@@ -226,9 +226,9 @@ class Rollout:
         return len(self.token_ids)
 
     @property
-    def sampled_text(self) -> str:
-        """The response as it was sampled, which rewards read."""
-        return self.special_text or self.text
+    def plain_text(self) -> str:
+        """The text without special tokens, which servers send."""
+        return self.text if self.plain is None else self.plain
 
 
 @dataclass(slots=True)

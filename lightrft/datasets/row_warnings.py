@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 
 UNKNOWN, TOKENS, UNLABELLED = "unknown_tokens", "tokens", "unlabelled"
+SPELLED = "special_tokens"
 
 FRACTION = "label_with_fraction"
 SEPARATED, UNREAD = "steps/with_separator", "unread"
@@ -203,7 +204,7 @@ class CountedRows(Protocol):
 
 
 def check_rows(rows: CountedRows, key: str) -> None:
-    """Warn about columns that nothing reads, and about tokens that are unknown to the tokenizer.
+    """Warn about columns that nothing reads, special tokens in texts, and unknown tokens.
 
     ``key`` is the setting that names the rows.
 
@@ -211,6 +212,14 @@ def check_rows(rows: CountedRows, key: str) -> None:
     """
     for path, columns in rows.unread.items():
         log.warning("%s: %s", key, unread_problem(path, columns, rewards=rows.feeds_rewards))
+    if spelled := rows.counts[SPELLED]:
+        log.warning(
+            "%s: rows that spell a special token such as <think> or the end of a turn: %d. It is "
+            "encoded as plain text; set %s.special_tokens=control where it must be the token",
+            key,
+            spelled,
+            key.removesuffix(".sources"),
+        )
     unknown = rows.counts[UNKNOWN]
     tokens = rows.counts[TOKENS]
     if not unknown:

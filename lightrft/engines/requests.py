@@ -181,9 +181,9 @@ def rollout_of(
         tokenizer: Decodes the tokens.
     """
     whole = str(tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
-    text = whole if text is None else text
-    ended = reason == "stop" and text == whole
-    special = special_text(tokenizer, token_ids[:-1] if ended else token_ids, text)
+    plain = whole if text is None else text
+    ended = reason == "stop" and plain == whole
+    special = special_text(tokenizer, token_ids[:-1] if ended else token_ids, plain)
     # a partial response may hold tokens of an environment, which the policy did not sample
     resumed = [] if request.partial is None else request.partial.sampled
     return Rollout(
@@ -195,8 +195,8 @@ def rollout_of(
         finish_reason=reason,
         seed=request.seed,
         sample=request.sample,
-        text=text,
-        special_text=special,
+        text=special or plain,
+        plain=plain if special else None,
     )
 
 

@@ -228,7 +228,7 @@ class TextEndpoint:
         n = len(ids)
         reason = REASONS.get(str(found.reason), "stop")
         made = rollout_of(request, ids, [math.nan] * n, [0] * n, reason, text, self.tokenizer)
-        made.special_text = ""  # the endpoint sends its text, special tokens included
+        made.text, made.plain = text, None  # as the endpoint sends it
         if found.reason == WITHHELD:
             made.failed = f"the endpoint withheld the response (finish_reason {WITHHELD})"
         return made

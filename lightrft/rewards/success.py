@@ -153,7 +153,9 @@ def unknown_success(reward: RewardConfig, known: Set[str] | None) -> str:
         reward: The settings ``reward``.
         known: The names of all terms. ``None`` where they are not known yet.
     """
-    for name in reward.success if known is not None else ():
+    if known is None:
+        return ""
+    for name in reward.success:
         if not _names(name, known):
             return (
                 f"reward.success = {name!r}: there is no such term{did_you_mean(name, known)}; "

@@ -125,7 +125,7 @@ def test_labels_are_the_shares_of_right_responses_that_continue_the_steps_one_by
                 seed = derive_seed(3, "label-steps", index, 0, k, sample)
                 request = Request(Prompt("x", ids), seed, sample)
                 (found,) = engine.generate([request], SamplingConfig(max_new_tokens=6))
-                right += score(start + found.sampled_text)
+                right += score(start + found.text)
                 generated += 1
             expected.append(right / FEW)
         expected.append(score("\n".join(steps)))

@@ -127,11 +127,12 @@ def read_evaluation(path: Path, step: int | None, success: Sequence[str] = ()) -
             continue
         response = {name: row[name] for name in OF_RESPONSE}
         response["length"] = len(row["token_ids"])
-        response["outcome"] = rule.outcome(key[0], row["reward"], row.get("terms", {}))
-        if response["outcome"] is None and not response["failed"]:
+        outcome = rule.outcome(key[0], row["reward"], row.get("terms", {}))
+        response["outcome"] = outcome
+        if outcome is not None and not response["failed"]:
+            outcomes.append((key[0], outcome))
+        elif not response["failed"]:
             raise DataError(f"{file}: a response of {key[1]!r} lacks {rule.term(key[0])!r}")
-        if not response["failed"]:
-            outcomes.append((key[0], response["outcome"]))
         prompts.setdefault(key, SavedPrompt(prompt)).responses.append(response)
     if not prompts:
         raise DataError(f"{file} holds no response")

@@ -35,6 +35,7 @@ from lightrft.models.processors import load_processor
 from lightrft.trainer.preference.base import load_preferences
 from lightrft.trainer.process_model.run import load_steps
 from lightrft.trainer.reward_model.run import load_examples as load_rewarded
+from lightrft.utils.chat_template import special_tokens
 from lightrft.workers.local import local_tokenizer
 
 if TYPE_CHECKING:
@@ -163,14 +164,14 @@ def _shown(dataset: AnyDataset, i: int) -> Iterator[ShownRow]:
         record, _ = dataset.record(i)
         facts = {"label": prompt.label, **_facts(prompt.data_source, record.media)}
         ids = prompt.token_ids
-        yield ShownRow(prompt.id, _spans(dataset, ids, [False] * len(ids)), len(ids), facts)
+        yield _row(dataset, prompt.id, ids, [False] * len(ids), facts)
         return
     if isinstance(dataset, SFTDataset):
         example = dataset[i]
         ids = [*example.prompt_ids, *example.response_ids]
         trained = [False] * len(example.prompt_ids) + example.trained
         facts = {"weight": example.weight, **_facts(example.data_source, dataset.items(i))}
-        yield ShownRow(example.id, _spans(dataset, ids, trained), len(ids), facts)
+        yield _row(dataset, example.id, ids, trained, facts)
         return
     if isinstance(dataset, ProcessDataset):
         steps = dataset[i]
@@ -182,7 +183,7 @@ def _shown(dataset: AnyDataset, i: int) -> Iterator[ShownRow]:
             "labels": steps.labels,
             **_facts(steps.data_source, dataset.record(i).record.media),
         }
-        yield ShownRow(steps.id, _spans(dataset, ids, trained), len(ids), facts)
+        yield _row(dataset, steps.id, ids, trained, facts)
         return
     pair = dataset[i]
     row = dataset.record(i)
@@ -192,7 +193,33 @@ def _shown(dataset: AnyDataset, i: int) -> Iterator[ShownRow]:
         judged = {"rank": response.rank, "desirable": response.desirable, "margin": response.margin}
         facts = {key: value for key, value in judged.items() if value is not None}
         facts = {**facts, **_facts(pair.data_source, record.media)}
-        yield ShownRow(f"{pair.id}, {name}", _spans(dataset, ids, trained), len(ids), facts)
+        yield _row(dataset, f"{pair.id}, {name}", ids, trained, facts)
+
+
+def _row(
+    dataset: AnyDataset,
+    name: str,
+    ids: Sequence[int],
+    trained: Sequence[bool],
+    facts: dict[str, object],
+) -> ShownRow:
+    """Return a sequence, with the special tokens that its text spells and that are text there.
+
+    Args:
+        dataset: The rows.
+        name: Name of the sequence.
+        ids: Its tokens.
+        trained: True for the tokens that carry loss.
+        facts: Further values.
+    """
+    special = special_tokens(dataset.encoder.tokenizer)
+    control = set(special.values())
+    runs = [list(run) for is_control, run in groupby(ids, control.__contains__) if not is_control]
+    texts = [dataset.encoder.tokenizer.decode(run) for run in runs]
+    spelled = [token for token in special if any(token in text for text in texts)]
+    if spelled:
+        facts = {**facts, "special tokens that are text here": spelled}
+    return ShownRow(name, _spans(dataset, ids, trained), len(ids), facts)
 
 
 def _facts(data_source: str, media: Sequence[Item]) -> dict[str, object]:

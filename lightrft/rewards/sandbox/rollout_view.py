@@ -68,5 +68,5 @@ def view_of(rollout: Rollout) -> RolloutView:
         r.finish_reason,
         r.seed,
         r.sample,
-        r.sampled_text,
+        r.text,
     )

@@ -46,7 +46,7 @@ def judgement_scores(groups: Groups, success: Success) -> Scores:
         if not isinstance(columns.get("judgement"), Mapping):
             continue
         form = VerdictForm.of(columns)
-        verdicts = [read_verdict(rollout.sampled_text, form) for rollout in group]
+        verdicts = [read_verdict(rollout.text, form) for rollout in group]
         found = [verdict for verdict in verdicts if verdict is not None]
         scores["unparsed"].append(1 - len(found) / len(group))
         if not form.choices:
@@ -101,7 +101,7 @@ def _reward_bench(groups: Groups, success: Success) -> dict[str, float]:
     for group in groups:
         form = VerdictForm.of(group[0].prompt.columns)
         for rollout in group:
-            is_read = rollout.failed or read_verdict(rollout.sampled_text, form) is not None
+            is_read = rollout.failed or read_verdict(rollout.text, form) is not None
             hit = float(success.is_right(rollout)) if is_read else 0.5
             hits.setdefault(_subset(group), []).append(hit)
     found = reward_bench_of_hits(hits)
@@ -118,7 +118,7 @@ def _reward_bench_2(groups: Groups, _success: Success) -> dict[str, float]:
     rows: list[RewardBench2Row] = []
     for group in groups:
         form, subset = VerdictForm.of(group[0].prompt.columns), _subset(group)
-        verdicts = [read_verdict(rollout.sampled_text, form) for rollout in group]
+        verdicts = [read_verdict(rollout.text, form) for rollout in group]
         if form.form == "best":
             for verdict in verdicts:
                 scores = [float(letter == verdict) for letter in form.choices]
@@ -159,7 +159,7 @@ def rated_rows(groups: Groups) -> dict[tuple[str, str], list[tuple[VerdictForm, 
             continue
         form = VerdictForm.of(prompt.columns)
         if form.form == "rating" and form.right:
-            verdicts = [read_verdict(rollout.sampled_text, form) for rollout in group]
+            verdicts = [read_verdict(rollout.text, form) for rollout in group]
             numbers = [v for v in verdicts if isinstance(v, float)]
             rating = fmean(numbers) if numbers else NO_RATING
             found.setdefault((prompt.data_source, form.row), []).append((form, rating))

@@ -49,7 +49,7 @@ def vote_scores(groups: Groups, success: Success) -> Scores:
         finder = finders[source]
         if finder is None:
             return {}
-        answers = [finder(rollout.sampled_text) for rollout in group]
+        answers = [finder(rollout.text) for rollout in group]
         scores["no_answer"].append(sum(answer is None for answer in answers) / len(group))
         right, wrong, blank = _votes(group, answers, success)
         for k in powers_of_two(len(group))[1:]:

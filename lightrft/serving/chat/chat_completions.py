@@ -23,10 +23,10 @@ from lightrft.serving.chat.text_generator import (
 )
 from lightrft.serving.chat.token_logprobs import ChatAnswer, TokenTexts, shown_logprobs
 from lightrft.serving.chat.token_stream import TokenStream
-from lightrft.serving.chat.tool_calls import find_calls, read_tools, with_parsed_arguments
+from lightrft.serving.chat.tool_calls import read_answer, read_tools, with_parsed_arguments
 from lightrft.serving.http_server import Endpoint, EventStream
 from lightrft.serving.problems import HTTPCall, bad
-from lightrft.types import Prompt
+from lightrft.types import Prompt, Rollout
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class ChatCompletions:
     ) -> dict[str, object]:
         choices = []
         for k, answer in enumerate(answers):
-            message, reason = said(answer.rollout.text, answer.rollout.finish_reason, asked.tools)
+            message, reason = said(answer.rollout, asked.tools)
             choice: dict[str, object] = {
                 "index": k,
                 "message": message,
@@ -169,22 +169,12 @@ class ChatCompletions:
         return {**named, "system_fingerprint": served.digest, **wanted.seed_field()}
 
 
-def said(
-    text: str, reason: str, tools: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, object], str]:
-    """Return the message of a response, and why it ended.
-
-    Args:
-        text: The response.
-        reason: Finish reason of the response.
-        tools: Tools that it may call.
-    """
-    message: dict[str, object] = {"role": "assistant", "content": text}
-    if not tools:
-        return message, reason
-    left, calls = find_calls(text, tools)
+def said(rollout: Rollout, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, object], str]:
+    """Return the message of a response that may call ``tools``, and why it ended."""
+    left, calls = read_answer(rollout, tools)
+    message: dict[str, object] = {"role": "assistant", "content": left}
     if not calls:
-        return message, reason
+        return message, rollout.finish_reason
     shown = [call.shown() for call in calls]
     return {**message, "content": left or None, "tool_calls": shown}, "tool_calls"
 
@@ -201,7 +191,7 @@ async def pieces(
             continue
         if tools:
             index = piece["index"]
-            left, calls = find_calls(stream.rollout(index).text, tools)
+            left, calls = read_answer(stream.rollout(index), tools)
             delta: dict[str, object] = {"content": left} if left else {}
             if calls:
                 delta["tool_calls"] = [call.shown(k) for k, call in enumerate(calls)]

@@ -165,7 +165,7 @@ class Completions:
             rollout = answer.rollout
             prompt = rollout.prompt
             ids = [] if is_scored_alone else rollout.token_ids
-            text = "" if is_scored_alone else rollout.text
+            text = "" if is_scored_alone else rollout.plain_text
             if wanted.echo:
                 text = str(self.tokenizer.decode(prompt.token_ids)) + text
             choice: dict[str, object] = {

@@ -16,7 +16,7 @@ from lightrft.serving.chat.request_fields import MESSAGES, PASSED_ON, TOOL
 from lightrft.serving.chat.response_format import OF_MESSAGES
 from lightrft.serving.chat.text_generator import TextGenerator, Wanted, token_fields
 from lightrft.serving.chat.token_stream import TokenStream
-from lightrft.serving.chat.tool_calls import ToolCall, find_calls
+from lightrft.serving.chat.tool_calls import ToolCall, read_answer
 from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, anthropic_error, bad
 from lightrft.types import Rollout
@@ -61,7 +61,7 @@ class Messages:
             return opened(stream, future, events, has_names=True)
         (answer,) = await asyncio.wrap_future(future)
         rollout = answer.rollout
-        text, calls = self._said(rollout, asked)
+        text, calls = read_answer(rollout, asked.tools)
         return {
             **self._heading(asked, wanted),
             "content": [
@@ -72,9 +72,6 @@ class Messages:
             "usage": _usage(asked, rollout),
             **token_fields(call.body, rollout),
         }
-
-    def _said(self, rollout: Rollout, asked: Conversation) -> tuple[str, list[ToolCall]]:
-        return find_calls(rollout.text, asked.tools) if asked.tools else (rollout.text, [])
 
     def _heading(self, asked: Conversation, wanted: Wanted) -> dict[str, object]:
         return {
@@ -120,7 +117,7 @@ class Messages:
             async for _ in stream.choices():
                 pass
         rollout = stream.rollout(0)
-        text, calls = self._said(rollout, asked)
+        text, calls = read_answer(rollout, asked.tools)
         if asked.tools:
             for event in _whole(text, calls):
                 yield event

@@ -112,7 +112,7 @@ class TokenStream:
     def _new_text(self, k: int, done: Rollout | None) -> str:
         """Return the text of response ``k`` that is not sent yet."""
         if done is not None:
-            text = done.text
+            text = done.plain_text
         else:
             text = str(self._tokenizer.decode(self._grown[k][0], skip_special_tokens=True))
             # a character of several tokens is not whole yet

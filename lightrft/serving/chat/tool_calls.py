@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.serving.problems import bad
+from lightrft.types import Rollout
 
 MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 """A call in the format of Hermes and Qwen."""
@@ -85,8 +86,17 @@ def _parsed(call: Any) -> Any:
         raise bad(f"the arguments of tool call {call.get('id')!r} are not JSON: {error}") from error
 
 
+def read_answer(rollout: Rollout, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+    """Return the text of a response without its calls, and the calls of ``tools``.
+
+    The tags of calls may be special tokens. A text without calls has no special tokens.
+    """
+    left, calls = find_calls(rollout.text, tools) if tools else ("", [])
+    return (left, calls) if calls else (rollout.plain_text, [])
+
+
 def find_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text of a response without its calls, and the calls.
+    """Return a text without its calls, and the calls.
 
     A call is JSON with ``name`` and ``arguments`` between ``<tool_call>`` tags (Hermes, Qwen), or
     the whole response is such an object or a list of them (Llama 3, Mistral). Text that is no call

@@ -526,7 +526,7 @@ class Started:
             logprobs=[*logprobs, *rollout.logprobs],
             versions=[*versions, *rollout.versions],
             text=self.text + rollout.text,
-            special_text=rollout.special_text and self.text + rollout.special_text,
+            plain=None if rollout.plain is None else self.text + rollout.plain,
         )
 
 

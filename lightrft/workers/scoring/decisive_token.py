@@ -63,7 +63,7 @@ class JudgementTokens:
 
     Args:
         tokenizer: Tokenizer of the judge.
-        ids: The tokens.
+        ids: The tokens, without an end token.
     """
 
     def __init__(self, tokenizer: Any, ids: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class JudgementTokens:
 
     def text(self, count: int) -> str:
         """Return the text of the first ``count`` tokens."""
-        return self.tokenizer.decode(self.ids[:count], skip_special_tokens=True)
+        return self.tokenizer.decode(self.ids[:count])
 
     def decisive(self, form: VerdictForm) -> int | None:
         """Return the index of ``decisive_token``."""

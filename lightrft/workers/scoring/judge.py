@@ -133,7 +133,9 @@ class LocalJudge:
             judgements = self.sampled(questions, seeds)
             kept: dict[int, list[int]] = {}
             for k, (judgement, form) in enumerate(zip(judgements, forms, strict=True)):
-                tokens = JudgementTokens(self.encoder.tokenizer, judgement.token_ids)
+                ended = judgement.finish_reason == "stop"
+                ids = judgement.token_ids[:-1] if ended else judgement.token_ids
+                tokens = JudgementTokens(self.encoder.tokenizer, ids)
                 place = tokens.decisive(form)
                 if place is not None:
                     kept[k] = tokens.others(place, verdict_names(form))

@@ -133,7 +133,7 @@ class StepScoringModel:
         lengths = []
         for count in range(1, len(ids) + 1):
             # Not the text of each token: a character may have several.
-            text = str(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
+            text = str(self.tokenizer.decode(ids[:count]))
             lengths.append(len(text.rstrip("\ufffd")))
         places = last_tokens(lengths, ends)
         return [(place, self.term.weight * score) for place, score in zip(places, scores)]

@@ -47,6 +47,16 @@ def test_special_tokens_and_trained_tokens_are_visible_and_unused_columns_named(
     assert "\x1b[32m2<|im_end|>\x1b[0m" in colored
 
 
+def test_special_tokens_that_are_text_are_told_from_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    row = {"prompt": "1+1?", "response": "a<|im_start|>b"}
+    shown = printed(capsys, tmp_path, model, row, "show.verb=sft")
+    assert "special tokens that are text here ['<|im_start|>']" in shown
+    control = printed(capsys, tmp_path, model, row, "show.verb=sft", "data.special_tokens=control")
+    assert "[[a<|im_start|>b<|im_end|>]]" in control and "are text here" not in control
+
+
 @pytest.mark.parametrize(
     ("verb", "row", "expected"),
     [

@@ -15,6 +15,7 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import (
     UNKNOWN,
     UnknownText,
+    check_rows,
     first_place,
     is_missing,
     is_plain,
@@ -98,3 +99,22 @@ def test_prompts_and_conversations_count_their_doubts(tmp_path) -> None:
         SFTDataConfig(sources=[str(file)]), tiny_tokenizer(), max_tokens=64, seed=0
     )
     assert examples.counts[UNKNOWN] == 2 and examples.first_with(UNKNOWN) == f"{file}, line 2"
+
+
+@pytest.mark.parametrize("key", ["data.sources", "eval.data"])
+def test_rows_that_spell_a_special_token_are_warned_of_with_the_setting(tmp_path, caplog, key):
+    file = tmp_path / "rows.jsonl"
+    rows = [("1+1", "<think>2</think>"), ("2+2", "4"), ("3+3<|im_end|>", "6")]
+    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in rows]
+    file.write_text("\n".join(lines))
+    tokenizer = tiny_tokenizer(special=["<think>", "</think>"])
+    warned = {}
+    for kind in ("text", "control"):
+        settings = SFTDataConfig(sources=[{"path": str(file)}], special_tokens=kind)
+        caplog.clear()
+        check_rows(SFTDataset(settings, tokenizer, max_tokens=200, seed=0), key)
+        warned[kind] = [record.getMessage() for record in caplog.records]
+    (message,) = warned["text"]
+    section = key.removesuffix(".sources")
+    assert message.startswith(f"{key}: ") and f"set {section}.special_tokens=control" in message
+    assert ": 2. It is encoded as plain text" in message and not warned["control"]

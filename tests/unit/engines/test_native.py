@@ -346,7 +346,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_is_cut_from_its_text() 
     engine = engine_of(endless())
     requests = requests_of(prompts_of(9), 5)
     free = by_key(engine.generate(requests, SamplingConfig(max_new_tokens=60)))
-    text = free["0", 2].text
+    text = free["0", 2].plain_text
     assert len(text) > 30
     stop = text[20:24]
     where = text.index(stop)
@@ -354,11 +354,11 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_is_cut_from_its_text() 
         engine.generate(requests, SamplingConfig(max_new_tokens=60, stop=("not there", stop)))
     )
     rollout = got["0", 2]
-    assert rollout.text == text[:where]
+    assert rollout.plain_text == text[:where]
     assert rollout.finish_reason == "stop"
     assert engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True) == text[: where + 4]
     assert rollout.token_ids == free["0", 2].token_ids[: len(rollout)]
-    others = [key for key, r in free.items() if stop not in r.text]
+    others = [key for key, r in free.items() if stop not in r.plain_text]
     assert others
     assert all(got[key].token_ids == free[key].token_ids for key in others)
 

@@ -1,18 +1,28 @@
-"""The text that rewards read: special tokens that were sampled, without the one that ended the response."""
+"""The text of a response: special tokens that were sampled, without the one that ended it."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightrft.algorithms.group_filters import FILTERS
+from lightrft.algorithms.reward_terms.text_steps import split_steps
+from lightrft.config.reward import JudgeConfig
 from lightrft.engines.requests import rollout_of
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.rewards import REWARDS
 from lightrft.rewards.sandbox.rollout_view import view_of
+from lightrft.rollout.shown_samples import described
+from lightrft.serving.chat.tool_calls import read_answer
+from lightrft.trainer.pipelines.generate import line_of
 from lightrft.types import FinishReason, Prompt, Request, Rollout
+from lightrft.workers.scoring.judge_scorer import comparisons
+from lightrft.workers.scoring.process_scorer import StepScoringModel
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 TOKENIZER = tiny_tokenizer(extra_chars="\\{}", special=TAGS)
@@ -28,11 +38,51 @@ def sampled(text: str, reason: FinishReason = "stop", cut: str | None = None) ->
 
 def test_tags_that_are_special_tokens_are_seen_by_rewards() -> None:
     rollout = sampled(r"<think>\boxed{5}</think><answer>6</answer>" + END)
-    assert rollout.text == r"\boxed{5}6"
+    assert rollout.plain_text == r"\boxed{5}6"
     seen = view_of(rollout)
     assert seen.text == r"<think>\boxed{5}</think><answer>6</answer>"
     assert REWARDS["math"](seen) == REWARDS["format"](seen) == 1
     assert REWARDS["exact_match"](seen) == 1
+
+
+TAGGED = "<think>a</think><answer>6</answer>"
+
+
+def test_rows_for_training_judges_and_filters_see_what_was_sampled() -> None:
+    rollout = sampled(TAGGED + END)
+    assert line_of(rollout)["response"] == TAGGED
+    (asked,) = comparisons([rollout], [0], JudgeConfig(path="judge", form="rating"))
+    assert TAGGED in str(asked.question)
+    two = [rollout, sampled("a6" + END)]
+    assert FILTERS["repeated_answers"](two, limit=0.0, by="text") == ""
+    assert "<answer>6</answer>" in described(rollout)
+
+
+def test_rewards_of_steps_are_at_the_last_tokens_of_steps_with_special_tokens() -> None:
+    text = "<think>a\nb</think>\nc"
+    rollout = sampled(text + END)
+    _, ends = split_steps(rollout.text, "\n")
+    scoring: Any = SimpleNamespace(tokenizer=TOKENIZER, term=SimpleNamespace(weight=2.0))
+    found = StepScoringModel._token_rewards(scoring, rollout, ends, [0.1, 0.2, 0.3])
+    ends = [len(TOKENIZER.decode(rollout.token_ids[: place + 1])) for place, _ in found]
+    assert ends == [len("<think>a\n"), len("<think>a\nb</think>\n"), len(text)]
+    assert [reward for _, reward in found] == [0.2, 0.4, 0.6]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def test_a_server_finds_calls_whose_tags_are_special_tokens_and_sends_plain_text() -> None:
+    tokenizer = tiny_tokenizer(extra_chars="{}", special=("<tool_call>", "</tool_call>"))
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = tokenizer.encode(call + END, add_special_tokens=False)
+    zeros = [0.0] * len(ids)
+    request = Request(Prompt("p", [1]), seed=0)
+    rollout = rollout_of(request, ids, zeros, [0] * len(ids), "stop", None, tokenizer)
+    text, (found,) = read_answer(rollout, [TOOL])
+    assert (text, found.name, found.arguments) == ("", "add", {"a": 1})
+    assert read_answer(sampled(TAGGED + END), [TOOL]) == ("a6", [])
+    assert read_answer(sampled(TAGGED + END), []) == ("a6", [])
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scor
         "weights",
         "failed",
         "step_rewards",
-        # its text, if it has special tokens
-        "special_text",
+        # what servers send
+        "plain",
         # how it was generated, not what
         "experts",
         "drafted",
