@@ -193,7 +193,9 @@ def metrics_page() -> str:
         "micro-batches, mini-batches and ranks does not change it. Metrics of other verbs are on the "
         "pages of the verbs.",
         "",
-        "A metric is in every step, unless the last column says which steps lack it.",
+        "A run has the metrics of its parts: one without a critic has no `critic/loss`, and a policy "
+        "loss without weights no `policy/weight`. A metric that a run has is in every step, unless the "
+        "last column says which steps lack it.",
         "",
         "| metric | over | meaning | not where |",
         "|---|---|---|---|",

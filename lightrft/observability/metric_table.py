@@ -80,8 +80,10 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("rollout/steps_reward_zero", STEP, "newest steps in a row without any reward"),
     MetricRow("rollout/steps_not_trained", STEP, "newest steps in a row that learned nothing"),
     MetricRow("rollout/tokens_<kind>", SUM, "tokens sampled, trained, filtered, failed, carried"),
-    MetricRow("rollout/tokens_filtered/<reason>", SUM, "filtered tokens by reason"),
-    MetricRow("rollout/dropped/<reason>", SUM, "dropped groups by reason"),
+    MetricRow(
+        "rollout/tokens_filtered/<reason>", SUM, "filtered tokens by reason", "none for this reason"
+    ),
+    MetricRow("rollout/dropped/<reason>", SUM, "dropped groups by reason", "none for this reason"),
     MetricRow("rollout/draft_acceptance", "drafted tokens", "share accepted", "no drafts"),
     MetricRow("rollout/drafted_tokens", SUM, "drafted tokens", "no drafts"),
     MetricRow("rollout/compile<...>", STEP, "compiled decoding so far", "not compiled"),
@@ -135,7 +137,7 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("policy/entropy_coef", STEP, "coefficient of the entropy bonus"),
     *(
         MetricRow(f"{who}/{name}", over, meaning)
-        for who in ("policy", "critic", "cost_critic")
+        for who in ("policy", "critic", "cost_critic", "prm")
         for name, over, meaning in (
             ("grad_norm", "largest", "norm of the gradient, before it is clipped"),
             ("lr", STEP, "learning rate of the last optimizer step"),
@@ -153,6 +155,8 @@ METRICS: tuple[MetricRow, ...] = (
             ("seen", STEP, "number of targets that normalization has seen"),
         )
     ),
+    MetricRow("prm/loss", STEP, "cross-entropy of the outcomes of responses"),
+    MetricRow("prm/accuracy", "responses of the batch", "share whose outcome it tells"),
     MetricRow("lagrangian/cost<name>", SCORED, "a cost"),
     MetricRow("lagrangian/cost_window<name>", "responses of the window", "a cost"),
     MetricRow("lagrangian/lambda<name>", STEP, "multiplier of a cost"),
@@ -177,7 +181,7 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("eval/failed", SUM, "responses that could not be scored; they are wrong"),
     MetricRow("eval/media_errors", SUM, "prompts whose media are gone"),
     MetricRow("eval/terms/<term>", "scored responses to the eval set", "a term of the reward"),
-    MetricRow("time/<phase>", SUM, "seconds of a phase"),
+    MetricRow("time/<phase>", SUM, "seconds of a phase", "the phase does not run"),
     MetricRow(
         "perf/mfu",
         STEP,

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightrft
 from lightrft.observability.metric_table import METRICS, metric_row
 
-NAMESPACES = "reward|response|rollout|policy|critic|cost_critic|lagrangian|curriculum|staleness"
+NAMESPACES = "reward|response|rollout|policy|critic|cost_critic|lagrangian|curriculum|staleness|prm"
 NAME = re.compile(rf'f?"((?:{NAMESPACES})/[A-Za-z_@^/{{}}.]+)"')
 PACKAGES = ("learner", "rollout", "trainer", "algorithms", "observability", "workers")
 
@@ -25,7 +25,7 @@ def names_in_code() -> set[str]:
 
 def test_every_metric_that_the_code_names_is_in_the_table() -> None:
     names = names_in_code()
-    assert {"policy/entropy", "rollout/entropy", "reward/x"} <= names
+    assert {"policy/entropy", "rollout/entropy", "reward/x", "prm/loss"} <= names
     assert sorted(name for name in names if metric_row(name) is None) == []
     literal = {name for name in names if name.startswith("policy/")} - {"policy/x"}
     rows = {row.name for row in METRICS}
