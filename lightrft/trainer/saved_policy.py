@@ -14,7 +14,7 @@ from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
 from lightrft.models.actor import Actor
-from lightrft.models.loading.export_check import check_export, probe_logits
+from lightrft.models.loading.export_check import check_adapters, check_export, probe_logits
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import Saved as Writes
 from lightrft.models.loading.save_model import save_model
@@ -246,6 +246,8 @@ def save_checked(
             with evaluation_mode(actor):
                 expected = probe_logits(actor.model)
             check_export(temporary, expected, tokenizer)
+        else:
+            check_adapters(temporary, actor.model)
 
 
 def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:

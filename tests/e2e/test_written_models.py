@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config.base import build, deep_merge
@@ -76,6 +77,27 @@ def test_adapters_on_experts_end_in_a_model_that_loads(family, kind, data_folder
     assert any("experts" in name and not value.equal(start[name]) for name, value in one.items())
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "lost"), [("qwen3_moe", 0), ("laguna", 6)])
+def test_adapters_that_plain_peft_leaves_out_are_reported(
+    family, lost, data_folder, tmp_path, capsys, caplog
+):
+    base = saved(family, tmp_path / "base", vocab_size=len(tiny_tokenizer()))
+    run_sft(tree(base, data_folder, tmp_path))
+    kept = tmp_path / "kept"
+    caplog.clear()
+    assert (
+        command(capsys, "export", tmp_path / "run", "adapters=keep", f"output={kept}").status == 0
+    )
+    warned = [r.getMessage() for r in caplog.records if "leaves them out" in r.getMessage()]
+    assert len(warned) == bool(lost)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    written = load_peft_weights(str(kept), device="cpu")
+    read = PeftModel.from_pretrained(model, str(kept))
+    missing = set_peft_model_state_dict(read, written).unexpected_keys
+    assert len(missing) == lost
+    assert not lost or (f"reads {lost} of the {len(written)} tensors" in warned[0])
 
 
 @pytest.mark.parametrize(

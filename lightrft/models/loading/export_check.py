@@ -89,6 +89,32 @@ def check_export(
         _compare_tokenizer(folder, tokenizer)
 
 
+def check_adapters(folder: Path, adapted: nn.Module) -> None:
+    """Warn of adapters of a folder that plain peft leaves out.
+
+    On loading, peft applies the renamings that transformers has for the checkpoints of a family.
+    Some of them change names that are right already.
+
+    Args:
+        folder: The folder.
+        adapted: The peft model that was written to it. It keeps its weights.
+    """
+    import peft
+
+    written = peft.load_peft_weights(str(folder), device="cpu")
+    lost = peft.set_peft_model_state_dict(adapted, written).unexpected_keys
+    if lost:
+        log.warning(
+            "peft %s reads %d of the %d tensors of the adapters under other names and leaves them "
+            "out, e.g. %s. lightrft reads all; for other programs, write the whole model with "
+            "adapters=merge",
+            peft.__version__,
+            len(lost),
+            len(written),
+            lost[0],
+        )
+
+
 def fits_memory(folder: Path) -> bool:
     """Return ``True`` if the folder holds weights that free memory has room for."""
     files = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
