@@ -30,6 +30,7 @@ def command_of(recipe: Path) -> tuple[str, list[str], list[str]]:
     found = COMMAND.fullmatch(first)
     assert found, f"{recipe.name} must open with a comment that is its command, not {first!r}"
     verb, *words = shlex.split(found[1])[1:]
+    verb = f"grm {words.pop(0)}" if verb == "grm" else verb
     return verb, [w for w in words if "=" not in w], [w for w in words if "=" in w]
 
 

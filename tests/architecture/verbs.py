@@ -3,6 +3,7 @@
 from pydantic import ConfigDict
 
 from docs.generate import VERBS
+from lightrft.cli.settings import classes
 from lightrft.config.base import Settings
 from lightrft.config.preference import PreferenceConfig
 from lightrft.config.train import DistillationConfig
@@ -30,6 +31,7 @@ class Explained(RLConfig):
 
 
 CONFIG_OF: dict[str, type[Settings]] = {
+    **classes(),
     **VERBS,
     "explain": Explained,
     "check": Options,
