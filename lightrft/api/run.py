@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from lightrft.api.progress import OnStep, closing_lines
 from lightrft.config.base import build
@@ -15,7 +17,7 @@ from lightrft.config.data import DataConfig
 from lightrft.config.run import RunConfig
 from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.observability.trackers import read_rows
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import DataError, first_line
 from lightrft.utils.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
@@ -70,13 +72,24 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The settings of the run, as in ``config.yaml``."""
-        return parse_yaml((self.path / "config.yaml").read_text(encoding="utf-8"))
+        return self._read("config.yaml", parse_yaml)
 
     @property
     def summary(self) -> dict[str, Any]:
         """The content of ``summary.json``; empty until the run ends."""
-        file = self.path / "summary.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        is_there = (self.path / "summary.json").is_file()
+        return self._read("summary.json", json.loads) if is_there else {}
+
+    def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+        """Return the content of a file of the run. Raises ``DataError`` if it is damaged."""
+        file = self.path / name
+        try:
+            found = parse(file.read_text(encoding="utf-8"))
+        except (ValueError, yaml.YAMLError) as error:
+            raise DataError(f"{file} is damaged ({first_line(error)})") from None
+        if not isinstance(found, dict):
+            raise DataError(f"{file} is damaged: it has no keys and values")
+        return found
 
     @property
     def verb(self) -> str:

@@ -76,7 +76,11 @@ class WrittenModel:
         size = f"{self.tensors} tensors, {human_bytes(self.bytes)}"
         files = "1 file" if self.files == 1 else f"{self.files} files"
         about = f"  {self.about}\n" if self.about else ""
-        return f"{self.folder}: {size} in {files}\n{about}  lightrft chat model={self.folder}"
+        # A classifier has no head that writes text.
+        names = read_config(self.folder, str(self.folder)).get("architectures") or ()
+        is_classifier = any(name.endswith("Classification") for name in names)
+        command = "serve-rm " if is_classifier else "chat model="
+        return f"{self.folder}: {size} in {files}\n{about}  lightrft {command}{self.folder}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,7 @@ def test_adapters_of_a_classifier_are_merged_with_their_head(lightrft, tmp_path,
     expected = trained(model, settings, tmp_path / "adapters")
     outcome = lightrft("merge", tmp_path / "adapters", f"output={tmp_path / 'out'}")
     assert outcome.status == 0, outcome.err
+    assert outcome.out.endswith(f"  lightrft serve-rm {tmp_path / 'out'}\n")
     found = logits(tmp_path / "out", AutoModelForSequenceClassification)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -98,6 +98,15 @@ def test_the_settings_of_a_finished_run_are_read_from_its_folder(rl):
     assert source["name"] == "rows" and Path(source["path"]).parent.name == "inputs"
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path, name, text):
+    (tmp_path / "config.yaml").write_text("run: {name: a}")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} is damaged"):
+        getattr(lightrft.Run(tmp_path), name.partition(".")[0])
+
+
 def test_a_run_is_resumed_with_the_same_functions_and_rows_and_refused_with_others(rl):
     run = rl(name="long", **{"checkpoint.every": 1})
     again = rl(name="long", steps=3, **{"run.resume": "auto"})
