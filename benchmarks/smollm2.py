@@ -165,7 +165,7 @@ PARTS = (
                 (
                     PAIRS + " output={runs}/smollm2_pairs/train.jsonl",
                     PAIRS + " output={runs}/smollm2_pairs/test.jsonl "
-                    "data.sources.0.options.split=test data.sources.0.options.count=256",
+                    "data.sources.0.options.split=test data.sources.0.options.count=128",
                     f"rm recipes/smollm2/rm.yaml {SETS}",
                 ),
                 "smollm2_rm",
