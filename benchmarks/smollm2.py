@@ -30,6 +30,7 @@ from datetime import date
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,6 +92,7 @@ def round_row(name: str, what: str) -> Row:
     return Row(name, what, (f"iterate recipes/smollm2/{name}.yaml",), f"smollm2_{name}")
 
 
+SUMS = "Sums and differences of two-digit numbers, of which 200 are held out."
 STARTED = "{runs}/smollm2_rejection_sampling/round_01/train/model"
 TAUGHT = "{runs}/smollm2_rejection_sampling/round_03/train/model"
 PAIRS = "generate recipes/smollm2/pairs.yaml model=" + TAUGHT
@@ -100,8 +102,7 @@ SETS = "data.sources={runs}/smollm2_pairs/train.jsonl validation.sources={runs}/
 PARTS = (
     Part(
         "Reinforcement learning",
-        "Sums and differences of two-digit numbers. A response is right if it is the number, or ends "
-        "in it. Each step has 16 prompts and 8 responses to each.",
+        f"{SUMS} Each step has 16 prompts and 8 responses to each.",
         (
             policy_row("grpo", "GRPO"),
             policy_row("rloo", "RLOO"),
@@ -113,7 +114,7 @@ PARTS = (
     ),
     Part(
         "Rounds of generation and training",
-        "The same sums. In each round the model answers 128 prompts 8 times each, and is trained on "
+        f"{SUMS} In each round the model answers 128 prompts 8 times each, and is trained on "
         "its own responses.",
         (
             round_row("rejection_sampling", "SFT on right responses"),
@@ -145,7 +146,7 @@ PARTS = (
     ),
     Part(
         "Distillation",
-        "Sums, as above.",
+        SUMS,
         (
             Row(
                 "distill",
@@ -183,7 +184,7 @@ PARTS = (
     ),
     Part(
         "PPO on this reward model",
-        "Sums, as above. The policy learns from the scores alone, and starts after one round of "
+        f"{SUMS} The policy learns from the scores alone, and starts after one round of "
         "rejection sampling. Its accuracy is measured beside them.",
         (
             Row(
@@ -297,22 +298,20 @@ def page(lines: Mapping[tuple[str, int], Line], machine: str) -> str:
     parts = [
         "# Results on a real model",
         INTRODUCTION,
-        f"Machine: {machine}. Software: {named}. All minutes contain the start and the evaluations.",
+        f"Machine: {machine}. Software: {named}.\nAll minutes contain the start and the evaluations.",
     ]
     for part in PARTS:
         found = {row.name: seeds_of(row, lines) for row in part.rows}
         found = {name: seeds for name, seeds in found.items() if seeds}
         if not found:
             continue
-        parts += [f"## {part.title}", part.about]
-        parts.append(
-            f"![{part.title}: curves](../benchmarks/results/{picture_name(part, machine)})"
-        )
+        parts += [f"## {part.title}", fill(part.about, 100)]
+        parts.append(f"![Over minutes](../benchmarks/results/{picture_name(part, machine)})")
         parts.append("\n".join(table(found)))
         parts += [f"```bash\n{commands_of(part, found)}\n```"]
     missing = [row.name for part in PARTS for row in part.rows if not seeds_of(row, lines)]
     if missing:
-        parts.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.")
+        parts.append(fill(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.", 100))
     return "\n\n".join(parts) + "\n"
 
 

@@ -60,9 +60,8 @@ def check_context(
         key: name of the setting that holds ``sampling``, for the message.
         data: name of the setting that holds the prompts, for the message.
     """
-    rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     for token in sampling.stop_token_ids:
-        if rows is not None and token >= rows:
+        if token >= (rows := config.get_text_config(decoder=True).vocab_size):
             raise ConfigError(
                 f"{key}.stop_token_ids has {token}, and the largest token id of the model is "
                 f"{rows - 1}, so it would end no response; leave it out"
