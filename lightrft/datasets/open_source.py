@@ -41,6 +41,7 @@ from lightrft.datasets.row_tables import (
 from lightrft.utils.atomic_files import looks_like_path, nearest_name
 from lightrft.utils.errors import ConfigError, DataError, UserError, first_line
 from lightrft.utils.registry import resolve
+from lightrft.utils.yaml_text import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -231,12 +232,14 @@ def _from_json(
     if not head.startswith(b"["):
         return JsonLinesRows(path, malformed, limit, indexes)
     try:
-        items = json.loads(path.read_bytes() if text is None else text)
+        items = parse_json(path.read_bytes() if text is None else text)
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at column {error.colno}"
         raise DataError(f"{path}, line {error.lineno}: not JSON: {problem}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
     return _listed(items, str(path), malformed)
 
 

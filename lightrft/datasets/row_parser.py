@@ -26,6 +26,7 @@ from lightrft.datasets.media.items import replaced, with_items
 from lightrft.datasets.media.parts import kind_of, text_of
 from lightrft.datasets.media.placeholders import PlacedMedia
 from lightrft.datasets.row_tables import MalformedRow, Row, named_column, without_nulls
+from lightrft.utils.yaml_text import parse_json
 
 CONVERSATIONS = ("messages", "message", "conversations", "conversation")
 """Usual columns of messages."""
@@ -452,7 +453,7 @@ def _json(value: Any, place: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError as error:
         raise MalformedRow(f"{place} is no JSON ({error}); {NO_TOOLS}") from None
 

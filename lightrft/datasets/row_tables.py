@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from lightrft.datasets.rows.recorded_row import recorded
 from lightrft.utils.errors import DataError, did_you_mean
+from lightrft.utils.yaml_text import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,7 +259,7 @@ def _json_row(raw: bytes) -> Row | None:
     if not raw.strip():
         return None
     try:
-        row = json.loads(raw)
+        row = parse_json(raw)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:

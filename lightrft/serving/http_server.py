@@ -37,6 +37,7 @@ from lightrft.serving.remembered_answers import RememberedAnswers
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.utils.errors import ConfigError, UserError, first_line, install_extra, is_unicode
 from lightrft.utils.stop_signal import TERMINATING, handling
+from lightrft.utils.yaml_text import RepeatedKeyError, parse_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -503,7 +504,9 @@ async def _then_drop(text: bytes, request: Request) -> AsyncIterator[bytes]:
 def _parsed(data: bytes) -> Mapping[str, Any]:
     try:
         text = data.decode("utf-8-sig")
-        tree = json.loads(text)
+        tree = parse_json(text)
+    except RepeatedKeyError as error:
+        raise bad(f"the body: {error}") from error
     except (ValueError, RecursionError) as error:
         raise bad(
             f"the body of {len(data)} bytes is not JSON ({first_line(error)}): was the upload "

@@ -1,8 +1,10 @@
-"""YAML as in files of settings and on the command line."""
+"""YAML as in files of settings and on the command line, and JSON, without repeated keys."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +35,25 @@ def parse_yaml(text: str) -> Any:
         yaml.YAMLError: ``text`` is not YAML.
     """
     return yaml.load(text, Loader=_Loader)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON, which Python's own reader reads with the last of equal keys.
+
+    Raises:
+        RepeatedKeyError: An object has a key twice.
+        ValueError: ``text`` is not JSON.
+    """
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        key = next(key for key in counts if counts[key] > 1)
+        raise RepeatedKeyError(f"the key {key!r} is given twice; leave one of them out")
+    return found
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -74,6 +95,10 @@ def _refuse_duplicate_keys(root: yaml.Node | None) -> None:
                     f"the key {key.value!r} is given twice ({where}); leave one of them out"
                 )
             first[key.value] = line
+
+
+class RepeatedKeyError(ValueError):
+    """A JSON object has the same key twice."""
 
 
 class DuplicateKeyError(yaml.YAMLError):

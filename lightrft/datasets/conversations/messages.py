@@ -15,6 +15,7 @@ from typing import Any
 
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.utils.errors import did_you_mean
+from lightrft.utils.yaml_text import parse_json
 
 Message = dict[str, Any]
 
@@ -125,7 +126,7 @@ def _parsed(text: str, place: str) -> Any:
     if not text.strip():
         return {}
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise MalformedRow(f"{place} is no JSON ({error}): {reprlib.repr(text)}") from None
 

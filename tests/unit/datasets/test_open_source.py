@@ -108,6 +108,16 @@ def test_a_saved_data_set_without_the_split_says_which_it_has(tmp_path):
     [
         ('{"prompt": "a"}\n\n{"prompt": \n{"prompt": "b"}\n', 3, "not JSON"),
         ('{"prompt": "a"}\n["b"]\n{"prompt": "b"}\n', 2, "must be a JSON object, not list"),
+        (
+            '{"prompt": "a"}\n{"prompt": "lost", "prompt": "c"}\n{"prompt": "b"}\n',
+            2,
+            "the key 'prompt' is given twice",
+        ),
+        (
+            '{"prompt": "a"}\n{"prompt": "c", "x": [{"y": 1, "y": 1}]}\n{"prompt": "b"}\n',
+            2,
+            "the key 'y' is given twice",
+        ),
     ],
 )
 def test_a_malformed_json_line_names_file_and_line_and_is_counted_when_skipped(
@@ -122,6 +132,13 @@ def test_a_malformed_json_line_names_file_and_line_and_is_counted_when_skipped(
     rows = open_source(SourceConfig(path=str(path)), "skip")
     assert [rows[i]["prompt"] for i in range(len(rows))] == ["a", "b"]
     assert rows.malformed == 1
+
+
+def test_a_list_of_rows_with_a_repeated_key_is_refused(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"prompt": "a"}, {"label": 1, "label": 2}]')
+    with pytest.raises(DataError, match=r"rows\.json: the key 'label' is given twice"):
+        open_source(SourceConfig(path=str(path)))
 
 
 def test_a_line_that_is_not_utf8_is_malformed(tmp_path):

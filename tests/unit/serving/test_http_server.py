@@ -128,11 +128,21 @@ def test_a_truncated_upload_is_refused_or_counted_and_the_server_answers_the_nex
         (b"\xff\xfe\x00", "not JSON"),
         (b'{"a": ' + b"[" * 100_000, "not JSON"),
         (b"", "not JSON"),
+        (b'{"a": {"b": 1, "b": 2}}', "the key 'b' is given twice"),
         (rb'{"a": [{"b": "x\ud800"}]}', "a.0.b is not valid Unicode"),
         (b'{"a": "\xed\xa0\x80"}', "not JSON"),
         (rb'{"\uDC00": 1}', "a name is not valid Unicode"),
     ],
-    ids=["list", "binary", "deep", "empty", "surrogate", "encoded surrogate", "surrogate name"],
+    ids=[
+        "list",
+        "binary",
+        "deep",
+        "empty",
+        "twice",
+        "surrogate",
+        "encoded surrogate",
+        "surrogate name",
+    ],
 )
 def test_a_body_that_is_no_object_is_refused(body, said):
     with answering(ECHO) as (url, _):
