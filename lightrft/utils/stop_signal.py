@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,10 @@ TERMINATING = tuple(
 A terminal that closes sends SIGHUP. SLURM sends what ``--signal`` names, such as USR1, before the
 time limit of a job.
 """
+
+
+REPEAT_SECONDS = 0.05
+"""Time after which a signal is sent again whose exception was ignored."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -62,14 +67,32 @@ def handling(
 
 @contextmanager
 def raise_at_termination() -> Generator[None]:
-    """Raise ``Terminated`` at signals of ``TERMINATING`` that have no handler of the caller."""
+    """Raise ``Terminated`` at signals of ``TERMINATING`` that have no handler of the caller.
+
+    Python ignores an exception that is raised in a ``__del__`` or in a callback of C. A signal that
+    comes there is sent again.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
 
+    def repeat(ignored: sys.UnraisableHookArgs) -> None:
+        if not isinstance(ignored.exc_value, KeyboardInterrupt):
+            hook_before(ignored)
+            return
+        number = getattr(ignored.exc_value, "number", signal.SIGINT)
+        # Later, since Python still ignores exceptions here.
+        again = threading.Timer(REPEAT_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    hook_before, sys.unraisablehook = sys.unraisablehook, repeat
     free = [number for number in TERMINATING if signal.getsignal(number) is signal.SIG_DFL]
-    with handling(free, terminate):
-        yield
+    try:
+        with handling(free, terminate):
+            yield
+    finally:
+        sys.unraisablehook = hook_before
 
 
 class StopFlag:

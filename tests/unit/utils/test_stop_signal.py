@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -35,6 +36,54 @@ def test_a_second_interrupt_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.reason == "SIGTERM"
+
+
+class Signalled:
+    """An object that gets a signal while it is deleted, where Python ignores what is raised."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        os.kill(os.getpid(), self.number)
+        # The handler runs before the next line.
+        self.number = 0
+
+
+@pytest.mark.parametrize("number", [*TERMINATING, signal.SIGINT])
+def test_a_signal_that_comes_while_an_object_is_deleted_is_not_lost(number):
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt) as raised, raise_at_termination():
+        Signalled(number)
+        time.sleep(60)
+    assert getattr(raised.value, "number", signal.SIGINT) == number
+    assert sys.unraisablehook is before
+
+
+def test_a_signal_that_is_ignored_once_reaches_the_flag_of_a_later_loop():
+    with raise_at_termination():
+        Signalled(signal.SIGUSR1)
+        with StopFlag() as stop:
+            for _ in range(600):
+                if stop:
+                    break
+                time.sleep(0.1)
+    assert stop.reason == "SIGUSR1"
+
+
+def test_other_errors_of_deleted_objects_are_shown_as_before():
+    class Broken:
+        def __del__(self):
+            raise ValueError("broken")
+
+    shown = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda ignored: shown.append(ignored.exc_value)
+    try:
+        with raise_at_termination():
+            Broken()
+    finally:
+        sys.unraisablehook = hook
+    assert [str(error) for error in shown] == ["broken"]
 
 
 def test_handlers_come_back_when_the_body_raises():
