@@ -62,6 +62,7 @@ def add_adapters(
 
     check_parts(model.config, "model.lora.parts", config.parts)
     check_saved_modules(model, config)
+    check_targets(model, config)
     exclude = tuple(exclude)
     # a text model without exclusions leaves the search for targets to peft
     some = bool(exclude) or family_of(model.config).reader is not None
@@ -166,10 +167,7 @@ def check_saved_modules(model: nn.Module, config: LoRAConfig) -> None:
     for ending in config.modules_to_save:
         found = [name for name in modules if name.endswith(ending)]
         if not found:
-            ends = {name.rpartition(".")[2] for name in modules} | set(modules)
-            names = sorted(name for name in ends if not name.isdigit())
-            hint = did_you_mean(ending, names)
-            raise ModelError(f"{given}: {ending!r} is the end of no module's name{hint}")
+            raise _no_end(given, ending, modules)
         chosen += found
     for target in () if isinstance(config.targets, str) else config.targets:
         hits = [name for name in modules if f".{name}".endswith(f".{target}")]
@@ -190,6 +188,35 @@ def check_saved_modules(model: nn.Module, config: LoRAConfig) -> None:
             why = f"{name} is a list of modules; name modules inside of it"
         if why:
             raise ModelError(f"{given}: {why}")
+
+
+def check_targets(model: nn.Module, config: LoRAConfig) -> None:
+    """Raise ``ModelError`` if a name in a list of ``config.targets`` is the end of no module's name.
+
+    Weights of experts may be stacked in a parameter, which peft finds by the names of their layers.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    modules = [name for name, _ in model.named_modules() if name]
+    for target in () if isinstance(config.targets, str) else config.targets:
+        if any(f".{name}".endswith(f".{target}") for name in modules):
+            continue
+        alone = LoraConfig(target_modules=[target])
+        try:
+            convert_peft_config_for_transformers(alone, model, None)
+        except ValueError:  # one of several fused weights, which peft adapts together
+            continue
+        if not alone.target_parameters and alone.target_modules == {target}:
+            raise _no_end(f"model.lora.targets = {list(config.targets)}", target, modules)
+
+
+def _no_end(given: str, ending: str, modules: Iterable[str]) -> ModelError:
+    """Return the error for a name that is the end of no name in ``modules``."""
+    modules = set(modules)
+    ends = {name.rpartition(".")[2] for name in modules} | modules
+    hint = did_you_mean(ending, sorted(name for name in ends if not name.isdigit()))
+    return ModelError(f"{given}: {ending!r} is the end of no module's name{hint}")
 
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:

@@ -111,6 +111,27 @@ def test_experts_without_adapters_are_said(family, over, reason, caplog):
         assert said != any(".experts." in name for name in trained)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "unknown"),
+    [
+        ("qwen2", ["q_proj", "k_porj"], "'k_porj' is the end of no module's name; did you mean"),
+        ("mixtral", ["q_proj", "experts.down"], "'experts.down' is the end of no"),
+        ("qwen2", ["self_attn.q_proj", "layers.1.mlp.up_proj"], ""),
+        ("mixtral", ["q_proj", "w1"], "w1 without also targeting w3"),
+        ("mixtral", ["w1", "w2", "w3"], ""),
+        ("qwen3_moe", ["gate_proj", "up_proj"], ""),
+    ],
+)
+def test_each_name_of_the_targets_is_a_layer_or_the_weights_of_experts(family, targets, unknown):
+    config = LoRAConfig(rank=2, targets=targets)
+    if unknown:
+        with pytest.raises(ModelError, match=rf"model\.lora\.targets = .*{unknown}"):
+            add_adapters(family_model(family), config)
+    else:
+        adapted = add_adapters(family_model(family), config)
+        assert any(p.requires_grad for p in adapted.parameters())
+
+
 def test_layers_that_keep_the_state_of_a_training_forward_are_merged(tmp_path):
     family_model("recurrent_gemma").save_pretrained(tmp_path)
     settings = ModelConfig(path=str(tmp_path), lora=LoRAConfig(rank=2))
