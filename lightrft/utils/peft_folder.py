@@ -27,3 +27,12 @@ def named_base(folder: Path) -> tuple[str | None, str | None]:
     inside = folder / Path(named).expanduser()
     is_inside = not Path(named).expanduser().is_dir() and inside.is_dir()
     return str(inside) if is_inside else str(named), fields.get("revision")
+
+
+def merge_hint(path: str) -> str:
+    """Return the way from adapters in ``path`` to a reward model, or "" if there are none."""
+    if not (Path(path).expanduser() / ADAPTER_CONFIG).is_file():
+        return ""
+    return (
+        f"it has adapters: write those of a classifier whole, by lightrft merge {path} output=..."
+    )

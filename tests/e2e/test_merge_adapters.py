@@ -20,6 +20,7 @@ from transformers import (
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import load_model
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
 from lightrft.utils.errors import ModelError
@@ -138,6 +139,12 @@ def test_adapters_of_a_classifier_are_merged_with_their_head(lightrft, tmp_path,
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert f"lightrft serve-rm model={tmp_path / 'out'}" in outcome.out
+    if start == "a language model":
+        with pytest.raises(
+            ModelError, match=r"no reward model .* it has adapters: .*lightrft merge"
+        ):
+            RewardModel.load(ModelConfig(path=str(tmp_path / "adapters")))
     # a policy has no place for the head of one, and the other has no head for a policy
     said = {
         "a language model": r"score\.weight.*classifier.*lightrft merge",

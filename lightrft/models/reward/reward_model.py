@@ -44,6 +44,7 @@ from lightrft.models.reward.probed_layer import cut_layers, layer_index, leave_o
 from lightrft.models.reward.saved_form import SavedForm, check_form, read_form, write_form
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
+from lightrft.utils.peft_folder import merge_hint
 from lightrft.utils.seeding import derive_seed, seeded_weights, torch_generator
 
 MIXTURE = "mixture"
@@ -178,7 +179,8 @@ class RewardModel(Backbone):
             if form is None:
                 raise ModelError(
                     f"model.path = {config.path!r}: the folder holds no reward model "
-                    "(reward_model.json, or a head of another framework); give its settings"
+                    "(reward_model.json, or a head of another framework); "
+                    f"{merge_hint(config.path) or 'give its settings'}"
                 )
             settings = form.settings
         # files of reward models often lack the output head, which is not used

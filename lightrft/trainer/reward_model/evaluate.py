@@ -52,6 +52,7 @@ from lightrft.trainer.reward_model.results_file import RESULTS, ResultsFile, fin
 from lightrft.trainer.reward_model.suites import suite_metrics
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean
 from lightrft.utils.lazy_imports import torch
+from lightrft.utils.peft_folder import merge_hint
 from lightrft.workers.local import local_tokenizer, strategy_of
 
 log = logging.getLogger(__name__)
@@ -152,8 +153,11 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
         )
     if not (read_form(settings.path) or holds_other_head(settings)):
         raise ConfigError(
-            f"model.path = {settings.path!r} has no head of a reward model; to evaluate it as a "
-            "judge that writes, set judgement, e.g. judgement.form=pair"
+            f"model.path = {settings.path!r} has no head of a reward model; "
+            + (
+                merge_hint(settings.path)
+                or "to evaluate it as a judge that writes, set judgement, e.g. judgement.form=pair"
+            )
         )
     processor = load_processor(settings, tokenizer)
     strategy = strategy_of(config.strategy, SINGLE_PROCESS)
