@@ -62,7 +62,6 @@ def add_adapters(
 
     check_parts(model.config, "model.lora.parts", config.parts)
     check_saved_modules(model, config)
-    check_targets(model, config)
     exclude = tuple(exclude)
     # a text model without exclusions leaves the search for targets to peft
     some = bool(exclude) or family_of(model.config).reader is not None
@@ -82,6 +81,7 @@ def add_adapters(
         _leave_out(model, settings)
     try:
         with suppress_hf_warnings(local=True):
+            check_targets(model, config)
             adapted = get_peft_model(model, settings)
     except (ValueError, TypeError) as error:
         problem = whole_message(error)
@@ -191,23 +191,21 @@ def check_saved_modules(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def check_targets(model: nn.Module, config: LoRAConfig) -> None:
-    """Raise ``ModelError`` if a name in a list of ``config.targets`` is the end of no module's name.
+    """Raise ``ModelError`` if a name in ``config.targets`` is the end of no module's name.
 
     Weights of experts may be stacked in a parameter, which peft finds by the names of their layers.
+    It raises ``ValueError`` for some of several names whose weights are fused.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
+    if isinstance(config.targets, str):
+        return
+    settings = LoraConfig(target_modules=list(config.targets))
+    convert_peft_config_for_transformers(settings, model, None)
     modules = [name for name, _ in model.named_modules() if name]
-    for target in () if isinstance(config.targets, str) else config.targets:
-        if any(f".{name}".endswith(f".{target}") for name in modules):
-            continue
-        alone = LoraConfig(target_modules=[target])
-        try:
-            convert_peft_config_for_transformers(alone, model, None)
-        except ValueError:  # one of several fused weights, which peft adapts together
-            continue
-        if not alone.target_parameters and alone.target_modules == {target}:
+    for target in sorted(settings.target_modules or ()):
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
             raise _no_end(f"model.lora.targets = {list(config.targets)}", target, modules)
 
 
