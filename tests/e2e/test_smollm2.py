@@ -13,7 +13,7 @@ from tests.e2e.command import ROOT, command
 
 FILES = sorted(smollm2.RESULTS.glob("smollm2-*.jsonl"))
 FEW = {
-    "sft": "train.steps=2 batch_size=2 eval.limit=2 eval.sampling.max_new_tokens=4 max_tokens=512",
+    "sft": "train.steps=2 batch_size=2 validation.sources.0.limit=2 eval.limit=2 eval.sampling.max_new_tokens=4 max_tokens=512",
     "rl": "train.steps=2 rollout.prompts_per_step=2 rollout.group_size=2 sampling.max_new_tokens=4 "
     "eval.limit=2 eval.sampling.max_new_tokens=4 reward.workers=1",
     "iterate": "rounds={rounds} prompts_per_round=4 samples=3 sampling.max_new_tokens=4 "
