@@ -414,9 +414,9 @@ class RewardModel(Backbone):
 def _check_names(names: list[str]) -> None:
     """Raise ``ModelError`` for a name that no module of a dictionary can have, or a taken one."""
     for name in names:
-        if not name or "." in name or hasattr(nn.ModuleDict, name) or name == MIXTURE:
+        if "." in name or hasattr(nn.ModuleDict, name) or name == MIXTURE:
             raise ModelError(
-                f"reward_model.heads: the name {name!r} is empty, has a dot or is taken; "
+                f"reward_model.heads: the name {name!r} has a dot or is taken; "
                 "give another, such as 'preference'"
             )
 

@@ -12,7 +12,7 @@ from lightrft.models.reward.heads import HEADS, RewardHead
 from lightrft.models.reward.reward_model import MIXTURE, RewardModel
 from lightrft.models.tiny.text import FAMILIES
 from lightrft.types import Batch, Segments
-from lightrft.utils.errors import ModelError
+from lightrft.utils.errors import ConfigError, ModelError
 from tests.model_helpers import Float64, gap, ragged_batch, small_model, unproved_model, weights
 from tests.unit.models.reward.scoring import (
     LAYOUTS,
@@ -262,10 +262,15 @@ def test_a_family_that_is_no_plain_stack_has_scores_and_no_inner_layers():
         RewardModel(unproved_model(), None, settings_of(layer=1))
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "keys", MIXTURE])
+@pytest.mark.parametrize("name", ["a.b", "keys", MIXTURE])
 def test_a_head_whose_name_cannot_be_is_refused(name):
-    with pytest.raises(ModelError, match=f"the name '{name}' is empty, has a dot or is taken"):
+    with pytest.raises(ModelError, match=f"the name '{name}' has a dot or is taken"):
         reward_of(heads=[name])
+
+
+def test_a_head_without_a_name_is_refused():
+    with pytest.raises(ConfigError, match="name = '': it is empty; leave it out for 'preference'"):
+        reward_of(heads=[""])
 
 
 def test_attention_of_four_heads_needs_a_width_that_they_divide():
