@@ -16,6 +16,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny import save_tiny_media
 from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView
+from lightrft.rewards.success import Success
 from tests.e2e.command import ROOT, command
 
 BOXED = r"<think>Two sides are equal.</think> So it is \boxed{%s}."
@@ -39,12 +40,16 @@ GRADED = [
 ]
 
 
-def graded(config: RLConfig, source: str, label: str, text: str) -> float:
-    """The weighted sum of the recipe's terms."""
+def graded(config: RLConfig, source: str, label: str, text: str) -> tuple[float, bool]:
+    """The weighted sum of the recipe's terms, and whether the response is right."""
     terms = config.reward.per_source.get(source, config.reward.terms)
     prompt = PromptView("p", [], "", label, None, source, {})
     rollout = RolloutView(prompt, [], [], [], [], "stop", 0, 0, text)
-    return sum(term.weight * REWARDS[term.function](rollout, **term.options) for term in terms)
+    values = {term.label: REWARDS[term.function](rollout, **term.options) for term in terms}
+    total = sum(term.weight * values[term.label] for term in terms)
+    outcome = Success(config.reward, config.eval.threshold).outcome(source, total, values)
+    assert outcome is not None
+    return total, outcome >= config.eval.threshold
 
 
 @pytest.mark.parametrize(("name", "source", "label", "right", "wrong", "rewards"), GRADED)
@@ -54,10 +59,9 @@ def test_the_rewards_of_a_recipe_tell_right_from_wrong_and_see_the_form(
     config = load_settings(RLConfig, [ROOT / "recipes" / f"{name}.yaml"]).settings
     form, bare = FORM[name], FORM[name].partition("</think>")[2]
     said = [form % right, bare % right, form % wrong, bare % wrong]
-    assert [graded(config, source, label, text) for text in said] == pytest.approx(rewards)
-    reached = [reward >= config.eval.threshold for reward in rewards]
-    assert reached[0]
-    assert not any(reached[2:])
+    found = [graded(config, source, label, text) for text in said]
+    assert [total for total, _ in found] == pytest.approx(rewards)
+    assert [is_right for _, is_right in found] == [True, True, False, False]
 
 
 @pytest.fixture(scope="module")

@@ -120,10 +120,15 @@ def test_an_error_about_a_variable_does_not_show_its_value() -> None:
     assert "HF_TOKEN" in str(refused.value) and "123456" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["../x", "../../x", "a/../../x", "/tmp/x", "", ".", "a\0b", ".."])
+@pytest.mark.parametrize("name", ["../x", "../../x", "a/../../x", "/tmp/x", ".", "a\0b", ".."])
 def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name: .* is no folder below run\.dir"):
         build(RLConfig, {"run": {"name": name}})
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name = '': it is empty; leave it out for 'run'"):
+        build(RLConfig, {"run": {"name": ""}})
 
 
 def test_a_name_may_have_folders() -> None:

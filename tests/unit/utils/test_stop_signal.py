@@ -12,10 +12,12 @@ from lightrft.utils.stop_signal import TERMINATING, StopFlag, Terminated, raise_
 
 @pytest.fixture(autouse=True)
 def heeded():
-    """Heed SIGHUP, which ``nohup`` has ignored in all that it starts."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Heed SIGHUP, which ``nohup`` ignores in all that it starts, and SIGINT, which ``&`` does."""
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, hangup)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.mark.parametrize("number", [*TERMINATING, signal.SIGINT])
