@@ -18,7 +18,7 @@ FEW = {
     "rl": "train.steps=2 rollout.prompts_per_step=2 rollout.group_size=2 sampling.max_new_tokens=4 "
     "eval.limit=2 eval.sampling.max_new_tokens=4 reward.workers=1",
     "iterate": "rounds=1 prompts_per_round=4 samples=3 sampling.max_new_tokens=4 "
-    "eval.limit=2 eval.sampling.max_new_tokens=4 select.keep_truncated=true select.threshold=0.4 "
+    "eval.limit=2 eval.sampling.max_new_tokens=4 select.keep_truncated=true {threshold} "
     "reward.terms=[{rewards}:varied] reward.workers=1 "
     "{training}.train.steps=2",
     "generate": "data.sources.0.options.count=6 samples=4 sampling.max_new_tokens=4 "
@@ -52,9 +52,11 @@ def test_recipes_take_two_steps_on_the_real_model(names, data_folder, tmp_path):
             # One round is enough for a model that others start from.
             words = line.replace("{runs}", str(tmp_path)).replace("round_03", "round_01")
             verb, *words = shlex.split(words)
+            training = {"iterative_dpo": "dpo", "iterative_kto": "kto"}.get(name, "sft")
             few = FEW[verb].format(
                 rewards=data_folder / "rewards.py",
-                training={"iterative_dpo": "dpo", "iterative_kto": "kto"}.get(name, "sft"),
+                training=training,
+                threshold="" if training == "dpo" else "select.threshold=0.4",
             )
             here = [] if verb == "generate" else [f"run.dir={tmp_path}"]
             # A process gives its memory back, several GB for a policy and its critic.
