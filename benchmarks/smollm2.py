@@ -59,6 +59,7 @@ class Row:
         metric: The measured metric of its evaluations.
         after: Rows whose runs the commands read.
         also: A second metric to show, with its name.
+        chance: The metric of a model that guesses.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Row:
     metric: str = "eval/accuracy"
     after: tuple[str, ...] = ()
     also: tuple[str, str] | None = None
+    chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ PARTS = (
         (
             Row(
                 "rm",
-                "the reward model: accuracy of held-out pairs",
+                "the reward model: accuracy of held-out pairs, 50 % by chance",
                 (
                     PAIRS + " output={runs}/smollm2_pairs/train.jsonl",
                     PAIRS + " output={runs}/smollm2_pairs/test.jsonl "
@@ -171,13 +173,15 @@ PARTS = (
                 ),
                 "smollm2_rm",
                 metric="eval/pair_accuracy",
+                chance=0.5,
                 after=("rejection_sampling",),
             ),
             Row(
                 "grm",
-                "a judge that writes the letter of the right response: agreement",
+                "a judge that writes a letter: agreement with the pairs, 50 % by chance",
                 (f"grm sft recipes/smollm2/grm.yaml {ASKED}",),
                 "smollm2_grm",
+                chance=0.5,
                 after=("rm",),
             ),
         ),
@@ -322,8 +326,8 @@ that anyone can repeat this page without a GPU and without a model hub. `make sm
 command takes `run.seed` and `run.dir` too.
 
 The interval of one seed is Wilson's, over the prompts of the eval set. That of several seeds is
-Student's, over the seeds. A row whose interval reaches down to the accuracy before is marked *no
-clear gain*."""
+Student's, over the seeds. A row whose interval reaches down to the accuracy before, or to that of a
+guess, is marked *no clear gain*."""
 
 
 def seeds_of(row: Row, lines: Mapping[tuple[str, int], Line]) -> list[Line]:
@@ -340,7 +344,7 @@ def table(found: Mapping[str, Sequence[Line]]) -> Iterator[str]:
         before, after = (statistics.mean(curve[at][2] for curve in curves) for at in (0, -1))
         low, high = interval(seeds)
         # A reward model has no accuracy before its training.
-        is_learned = len(curves[0]) < 2 or low > before
+        is_learned = len(curves[0]) < 2 or low > max(before, row.chance)
         note = "" if is_learned else ", *no clear gain*"
         start = f"{before:.1%}" if len(curves[0]) > 1 else ""
         minutes = statistics.mean(line["minutes"] for line in seeds)
