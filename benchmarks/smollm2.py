@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import re
-import resource
 import shlex
 import statistics
 import subprocess
@@ -36,6 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.demo import used
 from benchmarks.learning import STYLE
 from lightrft.utils.statistics.intervals import student, wilson
 
@@ -57,7 +57,6 @@ class Row:
         commands: Commands of ``lightrft``, one after another. ``{runs}`` is the folder of the runs.
         run: Run folder below ``{runs}`` that has the evaluations.
         metric: The measured metric of its evaluations.
-        after: Rows whose runs the commands read.
         also: A second metric to show, with its name.
         chance: The metric of a model that guesses.
     """
@@ -67,7 +66,6 @@ class Row:
     commands: tuple[str, ...]
     run: str
     metric: str = "eval/accuracy"
-    after: tuple[str, ...] = ()
     also: tuple[str, str] | None = None
     chance: float = 0.0
 
@@ -79,8 +77,6 @@ class Part:
     title: str
     about: str
     rows: tuple[Row, ...]
-    along: str = "step"
-    """What the curves are over."""
 
 
 def policy_row(algorithm: str, what: str) -> Row:
@@ -123,11 +119,10 @@ PARTS = (
             round_row("iterative_dpo", "DPO on pairs of right and wrong responses"),
             round_row("iterative_kto", "KTO on all responses"),
         ),
-        along="round",
     ),
     Part(
         "Fine-tuning",
-        "The first 200 test questions of GSM8K, greedy, at most 256 tokens.",
+        "The first 200 test questions of GSM8K, greedy, at most 192 tokens.",
         (
             Row(
                 "sft",
@@ -174,7 +169,6 @@ PARTS = (
                 "smollm2_rm",
                 metric="eval/pair_accuracy",
                 chance=0.5,
-                after=("rejection_sampling",),
             ),
             Row(
                 "grm",
@@ -182,7 +176,6 @@ PARTS = (
                 (f"grm sft recipes/smollm2/grm.yaml {ASKED}",),
                 "smollm2_grm",
                 chance=0.5,
-                after=("rm",),
             ),
         ),
     ),
@@ -199,7 +192,6 @@ PARTS = (
                     "reward.models={runs}/smollm2_rm/model",
                 ),
                 "smollm2_rlhf",
-                after=("rejection_sampling", "rm"),
                 also=("eval/terms/reward_model", "score"),
             ),
         ),
@@ -219,7 +211,7 @@ def recipes_of(row: Row) -> dict[str, str]:
 
 def run(row: Row, seed: int, runs: Path, *, busy: bool) -> Line:
     """Run the commands of ``row`` and return its line."""
-    began, used = time.perf_counter(), processor_seconds()
+    began, before = time.perf_counter(), used()
     for command in row.commands:
         words = shlex.split(command.replace("{runs}", str(runs)))
         # ``generate`` has no run folder of its own: its output is a file.
@@ -240,7 +232,7 @@ def run(row: Row, seed: int, runs: Path, *, busy: bool) -> Line:
         "commands": list(row.commands),
         "recipes": recipes_of(row),
         "minutes": round((time.perf_counter() - began) / 60, 2),
-        "processor_minutes": round((processor_seconds() - used) / 60, 2),
+        "processor_minutes": round((used() - before) / 60, 2),
         "busy": busy,
         **measured_in(row, runs / row.run),
         "commit": commit(),
@@ -263,12 +255,6 @@ def measured_in(row: Row, folder: Path) -> Line:
     if low is None:
         low, high = wilson(last[row.metric], PROMPTS)
     return {"curve": curve, "interval": [low, high]}
-
-
-def processor_seconds() -> float:
-    """Return the processor time of all processes that were started here and have ended."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
 
 
 def commit() -> str:
@@ -305,8 +291,7 @@ def page(lines: Mapping[tuple[str, int], Line], machine: str) -> str:
         f"Machine: {machine}. Software: {named}.\nAll minutes contain the start and the evaluations.",
     ]
     for part in PARTS:
-        found = {row.name: seeds_of(row, lines) for row in part.rows}
-        found = {name: seeds for name, seeds in found.items() if seeds}
+        found = measured_rows(part, lines)
         if not found:
             continue
         parts += [f"## {part.title}", fill(part.about, 100)]
@@ -334,6 +319,11 @@ def seeds_of(row: Row, lines: Mapping[tuple[str, int], Line]) -> list[Line]:
     return [line for (name, _), line in sorted(lines.items()) if name == row.name]
 
 
+def measured_rows(part: Part, lines: Mapping[tuple[str, int], Line]) -> dict[str, list[Line]]:
+    """The rows of a part that have a result, each with its seeds."""
+    return {row.name: seeds for row in part.rows if (seeds := seeds_of(row, lines))}
+
+
 def table(found: Mapping[str, Sequence[Line]]) -> Iterator[str]:
     """Yield the rows of a part."""
     yield "| row | trained | before | after | 95 % interval | seeds | minutes | processor minutes |"
@@ -343,16 +333,13 @@ def table(found: Mapping[str, Sequence[Line]]) -> Iterator[str]:
         curves = [line["curve"] for line in seeds]
         before, after = (statistics.mean(curve[at][2] for curve in curves) for at in (0, -1))
         low, high = interval(seeds)
-        # A reward model has no accuracy before its training.
-        is_learned = len(curves[0]) < 2 or low > max(before, row.chance)
-        note = "" if is_learned else ", *no clear gain*"
-        start = f"{before:.1%}" if len(curves[0]) > 1 else ""
+        note = "" if low > max(before, row.chance) else ", *no clear gain*"
         minutes = statistics.mean(line["minutes"] for line in seeds)
         busy = " (busy machine)" if any(line["busy"] for line in seeds) else ""
-        used = statistics.mean(line["processor_minutes"] for line in seeds)
+        processor = statistics.mean(line["processor_minutes"] for line in seeds)
         yield (
-            f"| `{name}` | {row.what} | {start} | {after:.1%}{note} | {low:.1%} to {high:.1%} | "
-            f"{len(seeds)} | {minutes:.1f}{busy} | {used:.1f} |"
+            f"| `{name}` | {row.what} | {before:.1%} | {after:.1%}{note} | {low:.1%} to {high:.1%} | "
+            f"{len(seeds)} | {minutes:.1f}{busy} | {processor:.1f} |"
         )
         if row.also:
             first, last = (statistics.mean(curve[at][3] for curve in curves) for at in (0, -1))
@@ -427,13 +414,10 @@ def metric_of(part: Part) -> str:
 
 def pictures(lines: Mapping[tuple[str, int], Line], machine: str) -> dict[str, str]:
     """The picture of each part that has a result, by file name."""
-    made = {}
-    for part in PARTS:
-        found = {row.name: seeds_of(row, lines) for row in part.rows}
-        found = {name: seeds for name, seeds in found.items() if seeds}
-        if found:
-            made[picture_name(part, machine)] = picture(part, found)
-    return made
+    found = {part: measured_rows(part, lines) for part in PARTS}
+    return {
+        picture_name(part, machine): picture(part, rows) for part, rows in found.items() if rows
+    }
 
 
 def write_report(machine: str) -> None:
