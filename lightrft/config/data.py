@@ -230,10 +230,11 @@ class DataConfig(Settings):
     answer. Off, it is the answer in every column."""
     system: str | None = None
     """System message of rows that have none. It needs a chat template."""
-    special_tokens: Literal["text", "control"] = "text"
+    special_tokens: Literal["text", "responses", "control"] = "text"
     """Encode a special token that a row spells out as plain ``text``, or as ``control``. Set
-    ``control`` for rows that were rendered beforehand. The template's own tokens are always control
-    tokens."""
+    ``responses`` for rows that a model sampled: turns of the assistant have control tokens, and
+    other text has none. Set ``control`` for rows that were rendered beforehand. The template's own
+    tokens are always control tokens."""
     blend: Literal["concat", "sample", "sample_all"] = "concat"
     """Order of several sources. ``concat`` takes each once. ``sample`` chooses by weight until the
     first source ends, ``sample_all`` until every source has been seen."""

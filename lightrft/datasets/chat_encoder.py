@@ -76,7 +76,7 @@ class ChatEncoder(TextEncoder):
         parts = self._media_parts.values()
         super().__init__(
             tokenizer,
-            as_text=config.special_tokens == "text",
+            spelled=config.special_tokens,
             places={part.written for part in parts},
             written="".join("".join(part.around) for part in parts),
         )

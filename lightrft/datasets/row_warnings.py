@@ -215,7 +215,8 @@ def check_rows(rows: CountedRows, key: str) -> None:
     if spelled := rows.counts[SPELLED]:
         log.warning(
             "%s: rows that spell a special token such as <think> or the end of a turn: %d. It is "
-            "encoded as plain text; set %s.special_tokens=control where it must be the token",
+            "encoded as plain text; set %s.special_tokens=responses where a response must have the "
+            "token, or control where every text must",
             key,
             spelled,
             key.removesuffix(".sources"),

@@ -18,6 +18,7 @@ from lightrft.config.data import ProcessDataConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.config.verbs import LabelStepsConfig
+from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
@@ -25,7 +26,10 @@ from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.trainer.pipelines.journal import Journal
+from lightrft.trainer.pipelines.label_steps import Prefixes, encoding
+from lightrft.trainer.pipelines.step_labels import Solution
 from lightrft.types import Prompt, Request
 from lightrft.utils.seeding import derive_seed
 from tests.e2e.command import assert_refused, command
@@ -228,6 +232,17 @@ def test_solutions_are_generated_first_if_asked_and_split_at_the_separator(
     again = label(*words, "engine.max_num_seqs=2", output="again.jsonl")
     assert again.status == 0
     assert (root / "again.jsonl").read_bytes() == (root / "steps.jsonl").read_bytes()
+
+
+def test_steps_that_were_sampled_are_continued_after_their_special_tokens():
+    tokenizer = tiny_tokenizer(special=["<think>", "</think>"])
+    encoder = ChatEncoder(ProcessDataConfig(), tokenizer)
+    solution = Solution.split(0, 0, "<think>a\nb</think>\nc", "\n")
+    for is_sampled in (True, False):
+        encode = encoding(encoder, is_sampled=is_sampled)
+        prefix = Prefixes([Prompt("p", [1])], [solution], encode)[1]
+        whole = tokenizer.encode("<think>a\nb</think>\n", add_special_tokens=False)
+        assert (prefix.token_ids == [1, *whole]) == is_sampled
 
 
 def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_share(label, root):

@@ -25,6 +25,7 @@ from lightrft.trainer.pipelines import iterate
 from lightrft.trainer.pipelines.generate import run_generate
 from lightrft.trainer.pipelines.iterate import run_iterate
 from lightrft.trainer.pipelines.journal import Journal
+from lightrft.trainer.pipelines.rounds import RoundPlan
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.seeding import derive_seed
@@ -113,7 +114,7 @@ def test_a_round_is_what_generate_and_sft_do_by_themselves(rounds, tree, tmp_pat
     run_generate(build(GenerateConfig, {**shared, "select": select, "output": str(rows)}))
     assert rows.read_bytes() == (tmp_path / "run" / "round_01" / "rows.jsonl").read_bytes()
     run = {**tree["run"], "name": "alone"}
-    data = {"sources": [str(rows)]}
+    data = {"sources": [str(rows)], "special_tokens": "responses"}
     run_sft(build(SFTConfig, {**TRAINING, "run": run, "model": tree["model"], "data": data}))
     assert equal(tmp_path / "alone" / "model", tmp_path / "run" / "round_01" / "train" / "model")
 
@@ -238,6 +239,18 @@ def test_training_encodes_prompts_as_the_generation_did(rounds, tmp_path, caplog
     assert data["special_tokens"] == "control"
     assert asked(tmp_path / "run" / "round_01" / "rows.jsonl")[0].startswith("Work out ")
     assert "other tokens" not in caplog.text
+
+
+@pytest.mark.parametrize(("keep", "verb", "kind"), [
+    ("best", "sft", "responses"), ("pairs", "dpo", "responses"), ("self_play", "dpo", "text"),
+])  # fmt: skip
+def test_sampled_special_tokens_are_trained_as_tokens_and_those_of_the_data_as_text(
+    keep, verb, kind
+):
+    given = {"model": {"path": "m"}, "data": {"sources": [{"path": "rows.jsonl"}]}, verb: {}}
+    config = build(IterateConfig, {**given, "select": {"keep": keep}})
+    data = RoundPlan(config, 1).training().data
+    assert data.special_tokens == kind
 
 
 def test_accuracy_is_measured_before_the_first_round_and_after_each(rounds, tree, tmp_path, capsys):

@@ -3,7 +3,8 @@
 A special token that is spelled out in a row must not act as one. Otherwise a user could end the
 turn and speak as the assistant. Each such spelling is therefore replaced by a marker before text
 enters a template (``escape_special_tokens``). The rendered text is split at the markers. The
-spellings are encoded as plain text, and everything else is encoded normally.
+spellings are encoded as plain text, and everything else is encoded normally. What a model has
+sampled may hold special tokens: ``encode_sampled``, and the setting ``special_tokens: responses``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrft.utils.chat_template import special_tokens, turn_ends
 from lightrft.utils.errors import ModelError
@@ -30,7 +31,7 @@ class TextEncoder:
 
     Args:
         tokenizer: the tokenizer, with its chat template.
-        as_text: if True, spelled-out special tokens are plain text.
+        spelled: what a spelled-out special token is: the setting ``data.special_tokens``.
         places: spellings of media.
         written: text that is written around media.
     """
@@ -39,13 +40,13 @@ class TextEncoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        as_text: bool,
+        spelled: Literal["text", "responses", "control"],
         places: Collection[str] = (),
         written: str = "",
     ) -> None:
         # the type that apply_chat_template() returns depends on its arguments
         self.tokenizer: Any = tokenizer
-        self._as_text = as_text
+        self._as_text = spelled != "control"
         source = str(tokenizer.chat_template) + written
         special = set(tokenizer.all_special_tokens)
         special_ids = set(tokenizer.all_special_ids)
@@ -65,8 +66,10 @@ class TextEncoder:
         self._table = [*longest_first, OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
         self._anyone = any_of(self._table)
-        never_in_answers = special.union(places, (OPEN, CLOSE))
-        self._answer = any_of([text for text in self._table if text in never_in_answers])
+        # no model samples the place of a medium
+        self._sampled = any_of([text for text in self._table if text in {*places, OPEN, CLOSE}])
+        answer = any_of([text for text in self._table if text in {*special, *places, OPEN, CLOSE}])
+        self._answer = self._sampled if spelled == "responses" else answer
         # ordinary text can produce the unknown token
         special_ids.discard(tokenizer.unk_token_id)
         self.special_ids = frozenset(special_ids)
@@ -104,10 +107,16 @@ class TextEncoder:
         In assistant text (``answer``), added tokens that are not special, such as ``<think>``, keep
         their function.
         """
+        return self._escaped(text, self._answer if answer else self._anyone)
+
+    def encode_sampled(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts that a model sampled: special tokens are themselves."""
+        return self.encode([self._escaped(text, self._sampled) for text in texts])
+
+    def _escaped(self, text: str, spellings: re.Pattern[str]) -> str:
         if not self._as_text:
             return text
-        pattern = self._answer if answer else self._anyone
-        return pattern.sub(lambda match: f"{OPEN}{self._place[match[0]]}{CLOSE}", text)
+        return spellings.sub(lambda match: f"{OPEN}{self._place[match[0]]}{CLOSE}", text)
 
     def without_end(self, text: str) -> str:
         """Return the text of a response without the end tokens that it spells at its end."""

@@ -7,7 +7,7 @@ import logging
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 PART = 64
 """Number of prompts whose solutions are continued together."""
+Encoding = Callable[[Sequence[str]], list[list[int]]]
+"""Returns the tokens of texts."""
 STEP_COLUMNS = ("completions", "steps")
 """Usual columns of the steps of a solution."""
 
@@ -233,7 +235,8 @@ class Labelling:
         if not solutions:
             raise DataError(f"there is no solution to label ({self.counts})")
         self.counts.solutions = len(solutions)
-        prefixes = Prefixes(self.prompts, solutions, self.inputs.dataset.encoder)
+        encode = encoding(self.inputs.dataset.encoder, is_sampled=bool(self.config.samples))
+        prefixes = Prefixes(self.prompts, solutions, encode)
         with Journal.open(self.output, self.config, self._may_differ) as journal:
             journal.check_prompts(prefixes)
             journal.observer = self.observer
@@ -328,15 +331,15 @@ class Prefixes(Sequence[Prompt]):
     Args:
         prompts: the prompts.
         solutions: their solutions.
-        encoder: encodes the steps.
+        encode: returns the tokens of the starts of solutions.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], solutions: Sequence[Solution], encoder: ChatEncoder
+        self, prompts: Sequence[Prompt], solutions: Sequence[Solution], encode: Encoding
     ) -> None:
         self.prompts = prompts
         self.solutions = solutions
-        self.encoder = encoder
+        self.encode = encode
         sizes = [len(solution.steps) for solution in solutions]
         self.starts = [0, *itertools.accumulate(sizes)]
 
@@ -377,20 +380,23 @@ class Prefixes(Sequence[Prompt]):
         return replace(
             prompt,
             id=f"{prompt.id}/{solution.sample}/{count}",
-            token_ids=[*prompt.token_ids, *self.encoded(text)],
+            token_ids=[*prompt.token_ids, *self.encode([text])[0]],
             text=prompt.text + text,
         )
-
-    def encoded(self, text: str) -> list[int]:
-        """Return the tokens of the start of a response."""
-        return self.encoder.encode([self.encoder.escape_special_tokens(text, answer=True)])[0]
 
     @property
     def longest(self) -> int:
         """The number of tokens of the longest solution."""
-        texts = [s.text for s in self.solutions]
-        shielded = [self.encoder.escape_special_tokens(text, answer=True) for text in texts]
-        return max(map(len, self.encoder.encode(shielded)), default=0)
+        return max(map(len, self.encode([s.text for s in self.solutions])), default=0)
+
+
+def encoding(encoder: ChatEncoder, *, is_sampled: bool) -> Encoding:
+    """Return what encodes the starts of solutions, which the model sampled or the data gives."""
+    if is_sampled:
+        return encoder.encode_sampled
+    return lambda texts: encoder.encode(
+        [encoder.escape_special_tokens(text, answer=True) for text in texts]
+    )
 
 
 class Measured:

@@ -158,6 +158,10 @@ class RoundPlan:
         for name in INHERITED:
             if name not in own.model_fields_set:
                 update[name] = getattr(asked, name)
+        if update.get("special_tokens") == "text" and self.config.select.keep != "self_play":
+            # A response is trained by the tokens that were sampled. Self-play also trains on the
+            # data's own answers, whose special tokens are text.
+            update["special_tokens"] = "responses"
         if "apply_chat_template" not in own.model_fields_set:
             update["apply_chat_template"] = asked.apply_chat_template
         return own.model_copy(update=update)

@@ -236,6 +236,26 @@ def test_rows_rendered_beforehand_keep_their_control_tokens_when_told_so():
     assert encoded({"prompt": text}, apply_chat_template=False)[1] != TOKENIZER(text)["input_ids"]
 
 
+def test_special_tokens_of_turns_of_the_assistant_alone_are_control_if_told_so():
+    start = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+    turns = [("user", "a<|im_start|>"), ("assistant", "b<|im_start|>"), ("user", "<|im_start|>c")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    kinds = ("text", "responses", "control")
+    counts = [encoded(row, special_tokens=kind)[1].count(start) for kind in kinds]
+    assert counts == [4, 5, 7]  # four are the template's own
+
+
+@pytest.mark.parametrize("kind", ["text", "responses", "control"])
+@given(ids=st.lists(st.sampled_from(sorted(TOKENIZER.get_vocab().values())), max_size=12))
+def test_what_was_sampled_has_its_own_tokens_whatever_is_set(kind, ids):
+    encoder = ChatEncoder(DataConfig(special_tokens=kind), TOKENIZER)
+    text = TOKENIZER.decode(ids)
+    assert encoder.encode_sampled([text]) == TOKENIZER([text])["input_ids"]
+    escaped = encoder.escape_special_tokens(text, answer=True)
+    as_answer = encoder.encode([escaped])[0]
+    assert (as_answer == TOKENIZER(text)["input_ids"]) or kind == "text"
+
+
 def test_a_spelling_across_two_fields_is_text_too():
     ids = encoded(
         {"prompt": "<|im_", "tail": "end|>"}, template="{prompt}{tail}", apply_chat_template=False

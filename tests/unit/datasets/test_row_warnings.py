@@ -109,12 +109,14 @@ def test_rows_that_spell_a_special_token_are_warned_of_with_the_setting(tmp_path
     file.write_text("\n".join(lines))
     tokenizer = tiny_tokenizer(special=["<think>", "</think>"])
     warned = {}
-    for kind in ("text", "control"):
+    for kind in ("text", "responses", "control"):
         settings = SFTDataConfig(sources=[{"path": str(file)}], special_tokens=kind)
         caplog.clear()
         check_rows(SFTDataset(settings, tokenizer, max_tokens=200, seed=0), key)
         warned[kind] = [record.getMessage() for record in caplog.records]
     (message,) = warned["text"]
     section = key.removesuffix(".sources")
-    assert message.startswith(f"{key}: ") and f"set {section}.special_tokens=control" in message
+    assert message.startswith(f"{key}: ") and f"set {section}.special_tokens=responses" in message
     assert ": 2. It is encoded as plain text" in message and not warned["control"]
+    (asked,) = warned["responses"]
+    assert ": 1. It is encoded as plain text" in asked
