@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -255,6 +256,40 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_the_poli
         assert metrics["policy/ratio"] == 1.0
         assert metrics["policy/clip_fraction"] == 0.0
         assert metrics["policy/old_kl"] == 0.0
+
+
+@every_case(examples=40, max_gap=2.0)
+def test_metrics_are_the_means_over_trained_tokens_that_their_table_names(
+    case: Case, seed: int
+) -> None:
+    algorithm = algorithm_of("token", ("loss", "k2", 0.04), 0.01)
+    objective = Objective(algorithm, Requirements.of(algorithm), 0.04, 0.01)
+    logprobs = tensor_of(case.logprobs)
+    sampler = logprobs + torch.randn(
+        len(logprobs), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    batch = prepared(case, seed, algorithm, behavior_logprobs=sampler)
+    _, _, found = through(batch, [torch.arange(len(batch))], logprobs, objective)
+    named: dict[str, list[float]] = {}
+    columns = [logprobs, batch.old_logprobs, batch.ref_logprobs, sampler, batch.advantages]
+    for k, trained in enumerate(batch.mask.tolist()):
+        if not trained:
+            continue
+        new, old, ref, behavior, advantage = (column[k].item() for column in columns)
+        ratio = math.exp(new - old)
+        too_far = (advantage > 0 and ratio > 1.28) or (advantage < 0 and not 0.8 <= ratio < 3.0)
+        values = {
+            "ratio": ratio,
+            "clip_fraction": float(too_far),
+            "old_kl": math.exp(new - old) - 1 - (new - old),
+            "kl": math.exp(ref - new) - 1 - (ref - new),
+            "entropy": math.sin(0.3 * new) + 2,
+            "rollout_logprob_diff": abs(old - behavior),
+        }
+        for name, value in values.items():
+            named.setdefault(f"policy/{name}", []).append(value)
+    means = {name: math.fsum(values) / len(values) for name, values in named.items()}
+    assert {name: found[name] for name in means} == pytest.approx(means, rel=1e-9, abs=1e-12)
 
 
 @every_case(examples=25)
