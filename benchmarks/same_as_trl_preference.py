@@ -456,7 +456,7 @@ class Learner:
     def __init__(self, case: Case, models: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        from lightrft.config.preference import PreferenceReferenceConfig
+        from lightrft.config.preference.sections import PreferenceReferenceConfig
         from lightrft.config.strategy import OptimizerConfig, StrategyConfig
         from lightrft.learner.reference_update import MovingReference
         from lightrft.models.actor import Actor
@@ -498,7 +498,7 @@ class RewardLearner:
     def __init__(self, case: Case, models: Path) -> None:
         from lightrft.config.base import build
         from lightrft.config.model import ModelConfig
-        from lightrft.config.reward_model import RewardModelConfig
+        from lightrft.config.reward_model.sections import RewardModelConfig
         from lightrft.config.strategy import OptimizerConfig, StrategyConfig
         from lightrft.learner.reward_model.step import RewardModelSettings, reward_model_step
         from lightrft.models.reward.reward_model import RewardModel
@@ -538,7 +538,7 @@ def step_of(case: Case, roles: Any) -> Callable[[Any, int], Any]:
     from lightrft.algorithms.preference.compatibility import check_preference
     from lightrft.algorithms.preference.requirements import preference_requirements
     from lightrft.config.base import build
-    from lightrft.config.preference import PreferenceConfig
+    from lightrft.config.preference.sections import PreferenceConfig
     from lightrft.config.train import DistillationConfig
     from lightrft.learner.distillation.step import Lesson, distill_step
     from lightrft.learner.preference_batch import PreferenceStats

@@ -26,7 +26,7 @@ from statistics import mean, median
 import httpx
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 

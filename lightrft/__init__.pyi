@@ -9,13 +9,13 @@ from lightrft.api.run import Run as Run
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
 from lightrft.config.data import MediaConfig, ProcessDataConfig
-from lightrft.config.judgement import JudgementConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.preference.sections import KTOPreferenceConfig, PreferenceConfig
+from lightrft.config.reward_model.judgement import JudgementConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.rollout import RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.serving import BatchingConfig, HTTPConfig

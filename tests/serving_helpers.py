@@ -21,7 +21,7 @@ import torch
 
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.serving import HTTPConfig, ServeConfig, ServeRMConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -21,7 +21,7 @@ from lightrft.algorithms.preference.registry import smoothed_logistic
 from lightrft.algorithms.process_reward.losses import STEP_LOSSES, LabelledSteps
 from lightrft.compat.rectangles import full_mask, rows_of, sequence_mean
 from lightrft.config.algorithm import LossConfig
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.models.utils import masked_mean
 from lightrft.utils.errors import ConfigError, DataError
 

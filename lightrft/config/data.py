@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings, deep_merge, is_branch, strings_as
-from lightrft.config.judgement import JudgementConfig
+from lightrft.config.reward_model.judgement import JudgementConfig
 
 
 class Columns(Settings):

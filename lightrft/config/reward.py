@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.config.base import Names, Settings, changed_fields, strings_as
-from lightrft.config.judgement import COMPARED, QuestionConfig
+from lightrft.config.reward_model.judgement import COMPARED, QuestionConfig
 
 
 class RewardTerm(Settings):

@@ -17,7 +17,6 @@ from lightrft.config.data import (
     RewardDataConfig,
     SFTDataConfig,
 )
-from lightrft.config.judgement import COMPARED, JudgementConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import (
     ModelConfig,
@@ -25,11 +24,12 @@ from lightrft.config.model import (
     SupervisedModelConfig,
     TrainedModelConfig,
 )
-from lightrft.config.preference import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.preference.online import OnlineConfig
+from lightrft.config.preference.sections import KTOPreferenceConfig, PreferenceConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
-from lightrft.config.reward_model import RewardModelConfig, ValidationTimesConfig
+from lightrft.config.reward_model.judgement import COMPARED, JudgementConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig, ValidationTimesConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig

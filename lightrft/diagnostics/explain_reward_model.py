@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from lightrft.algorithms.process_reward.losses import STEP_LOSSES
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.requirements import losses_of_heads
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
 from lightrft.diagnostics.explain import Explanation, Line

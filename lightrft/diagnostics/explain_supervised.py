@@ -12,12 +12,12 @@ from lightrft.algorithms.preference.requirements import (
     preference_requirements,
 )
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.config.preference import PreferenceConfig
 from lightrft.config.preference.presets import (
     PREFERENCE_PAPERS,
     PREFERENCE_PRESETS,
     PREFERENCE_SOURCES,
 )
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import source_of
 from lightrft.config.verbs import DPOConfig, GivenDataConfig, SupervisedConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by

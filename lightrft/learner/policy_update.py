@@ -32,7 +32,7 @@ from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.train import RLTrainConfig
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.learner.controllers import Controllers, mean_entropy
-from lightrft.learner.distillation import distillation_targets
+from lightrft.learner.distillation.targets import distillation_targets
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.learner.micro_batches import MicroBatch, local_micro_batches, mini_batches
 from lightrft.learner.router_loss import router_terms

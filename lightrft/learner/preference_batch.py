@@ -21,7 +21,7 @@ from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.algorithms.running_stats import RunningStats
 from lightrft.algorithms.token_ops import TokenRows, require_column
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.types import CORRUPTED, GOLD, Batch, Segments
 from lightrft.utils.seeding import derive_seed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences
 from lightrft.algorithms.preference.objective import implicit_rewards
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.sampler import in_order
 from lightrft.learner.preference_batch import PreferenceStats

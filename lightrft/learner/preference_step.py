@@ -27,8 +27,8 @@ from lightrft.algorithms.preference.objective import (
 )
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.algorithms.token_ops import TokenRows, require_column, weighted_sum
-from lightrft.config.preference import PreferenceConfig
-from lightrft.learner.distillation import target_of
+from lightrft.config.preference.sections import PreferenceConfig
+from lightrft.learner.distillation.targets import target_of
 from lightrft.learner.forward_passes import MicroBatches, compute_logprobs, verify_layouts
 from lightrft.learner.micro_batches import largest_group, local_micro_batches
 from lightrft.learner.policy_update import LossOf, optimizer_step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.algorithm import KLConfig
-from lightrft.config.preference import PreferenceReferenceConfig
+from lightrft.config.preference.sections import PreferenceReferenceConfig
 from lightrft.config.train import DistillationConfig
 from lightrft.models.actor import Actor
 from lightrft.roles import FrozenModel, Roles

@@ -12,7 +12,7 @@ from lightrft.algorithms.reward_shaping import token_rewards, with_rewards
 from lightrft.algorithms.token_ops import require_column
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.distillation import add_distillation_reward
+from lightrft.learner.distillation.targets import add_distillation_reward
 from lightrft.types import Batch
 
 

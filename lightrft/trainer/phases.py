@@ -12,7 +12,7 @@ from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.base import never_stop
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.distillation import with_teacher
+from lightrft.learner.distillation.targets import with_teacher
 from lightrft.learner.forward_passes import (
     MicroBatches,
     compute_logprobs,

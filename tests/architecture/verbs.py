@@ -5,7 +5,7 @@ from pydantic import ConfigDict
 from docs.generate import VERBS
 from lightrft.cli.settings import classes
 from lightrft.config.base import Settings
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.train import DistillationConfig
 from lightrft.config.verbs import RLConfig
 

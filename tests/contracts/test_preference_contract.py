@@ -15,7 +15,7 @@ from lightrft.algorithms.contracts.checks import ContractViolation
 from lightrft.algorithms.contracts.preference_cases import leaning, pairs, ranked_groups
 from lightrft.algorithms.contracts.run_checks import run_contract_checks
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Ranked
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 
 
 def of_kind(kind: str) -> Callable[[Any], Any]:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.strategy import EngineConfig
 from lightrft.diagnostics.doctor_parts import engine as doctor_engine
 from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_models

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.verbs import RMConfig
 from lightrft.learner.reward_model import outputs
 from lightrft.models.loading.from_pretrained import load_tokenizer

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor

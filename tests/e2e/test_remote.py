@@ -14,7 +14,7 @@ import pytest
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker

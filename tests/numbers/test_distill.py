@@ -13,7 +13,7 @@ from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AlgorithmConfig, DistillConfig
-from lightrft.learner.distillation import add_distillation_reward
+from lightrft.learner.distillation.targets import add_distillation_reward
 from lightrft.learner.policy_update import Objective
 from lightrft.models.actor import TokenScores
 from lightrft.types import Batch, Segments

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences, Responses
 from lightrft.algorithms.preference.objective import preference_loss, preference_terms
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from tests.numbers import oracles_bandit as bandits
 from tests.numbers.compare import tensor
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Ranked, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from tests.numbers import oracles_preference as oracles
 from tests.numbers.compare import assert_equal, tensor
 from tests.numbers.exact import Number, evaluate, gradient

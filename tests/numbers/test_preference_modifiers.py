@@ -18,7 +18,7 @@ from lightrft.algorithms.preference.inputs import Labelled, Pairs, Responses, re
 from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
 from lightrft.algorithms.preference.objective import preference_loss, preference_terms
 from lightrft.algorithms.token_ops import TokenRows
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.learner.preference_batch import PreferenceStats
 from lightrft.learner.preference_step import mismatched_kl
 from lightrft.models.actor import Actor

@@ -18,7 +18,7 @@ from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.objective import reward_loss, reward_terms
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.datasets.preference.preference_rows import margins_of
 from tests.numbers import oracles_preference, oracles_reward
 from tests.numbers.compare import assert_equal, tensor

@@ -31,7 +31,7 @@ from lightrft.algorithms.contracts.preference_cases import (
 )
 from lightrft.algorithms.preference.inputs import Preferences, Ranked, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 
 SETTINGS: dict[str, Any] = {"losses": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.1}

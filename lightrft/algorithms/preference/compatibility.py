@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, signature_problems
 from lightrft.config.base import ComponentConfig, Settings
-from lightrft.config.preference import PreferenceConfig, PreferenceLossConfig
+from lightrft.config.preference.sections import PreferenceConfig, PreferenceLossConfig
 from lightrft.utils.errors import ConfigError
 
 LIKELIHOODS = ("sft", "sft_gold")

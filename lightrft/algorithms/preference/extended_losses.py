@@ -13,7 +13,7 @@ from lightrft.algorithms.preference.registry import (
     log_sigmoid,
 )
 from lightrft.algorithms.token_ops import require_column
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.errors import DataError
 from lightrft.utils.lazy_imports import Tensor, torch
 

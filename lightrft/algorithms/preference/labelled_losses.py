@@ -9,7 +9,7 @@ from __future__ import annotations
 from lightrft.algorithms.preference.inputs import Labelled
 from lightrft.algorithms.preference.registry import PREFERENCE_LOSSES, log_sigmoid
 from lightrft.algorithms.token_ops import require_column
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 
 

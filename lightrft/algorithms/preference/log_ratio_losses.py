@@ -16,7 +16,7 @@ from lightrft.algorithms.preference.registry import (
     require_range,
     score_gap,
 )
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import Tensor, torch
 

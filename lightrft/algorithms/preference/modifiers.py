@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightrft.algorithms.token_ops import TokenRows
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.seeding import torch_generator
 

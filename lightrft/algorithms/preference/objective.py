@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.preference.reference_free_losses import compares_means
-from lightrft.config.preference import PreferenceConfig, PreferenceLossConfig
+from lightrft.config.preference.sections import PreferenceConfig, PreferenceLossConfig
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.lazy_imports import Tensor, torch
 

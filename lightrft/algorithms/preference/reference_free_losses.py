@@ -15,7 +15,7 @@ from lightrft.algorithms.preference.registry import (
     negative_log_likelihood,
 )
 from lightrft.algorithms.token_ops import clamp_log_ratio
-from lightrft.config.preference import PreferenceConfig, PreferenceLossConfig
+from lightrft.config.preference.sections import PreferenceConfig, PreferenceLossConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 
 NEAREST_TO_0 = 1e-12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.errors import ConfigError
 
 Source = Literal["none", "cached", "step", "adapters_off"]

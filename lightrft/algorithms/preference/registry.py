@@ -21,7 +21,7 @@ from typing import Literal
 
 from lightrft.algorithms.preference.inputs import Pairs, Responses
 from lightrft.algorithms.token_ops import clamp_log_ratio
-from lightrft.config.preference import FDivergenceConfig, PreferenceConfig
+from lightrft.config.preference.sections import FDivergenceConfig, PreferenceConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.config.preference import PreferenceConfig, PreferenceKind
+from lightrft.config.preference.sections import PreferenceConfig, PreferenceKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from lightrft.algorithms.reward_model.requirements import (
 )
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, signature_problems
 from lightrft.config.base import ComponentConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.utils.errors import ConfigError
 
 Range = tuple[Callable[[float], bool], str]

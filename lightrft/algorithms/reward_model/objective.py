@@ -13,7 +13,7 @@ from lightrft.algorithms.reward_model.requirements import (
     losses_of_heads,
 )
 from lightrft.algorithms.token_ops import group_sum
-from lightrft.config.reward_model import RewardLossConfig, RewardModelConfig
+from lightrft.config.reward_model.sections import RewardLossConfig, RewardModelConfig
 from lightrft.utils.errors import DataError
 from lightrft.utils.lazy_imports import Tensor, torch
 

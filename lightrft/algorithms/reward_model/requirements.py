@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
-from lightrft.config.reward_model import RewardLossConfig, RewardModelConfig
+from lightrft.config.reward_model.sections import RewardLossConfig, RewardModelConfig
 
 MIXTURE = "mixture"
 """Name of the score that ``gate`` combines."""

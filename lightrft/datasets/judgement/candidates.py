@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightrft.config.data import DataConfig, PreferenceColumns
-from lightrft.config.judgement import COMPARED, JudgementConfig
+from lightrft.config.reward_model.judgement import COMPARED, JudgementConfig
 from lightrft.datasets.judgement.question import LETTERS, Raw, rubric_entries
 from lightrft.datasets.preference.formats import format_of
 from lightrft.datasets.preference.raw_preference import GivenRow, check_distinct

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from lightrft.config.data import DataConfig, PreferenceDataConfig
-from lightrft.config.judgement import COMPARED, JudgementConfig
+from lightrft.config.reward_model.judgement import COMPARED, JudgementConfig
 from lightrft.datasets.judgement.candidates import Candidates, preference_columns, read_candidates
 from lightrft.datasets.judgement.question import (
     LETTERS,

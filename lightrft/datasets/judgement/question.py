@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.judgement import COMPARED, QuestionConfig
+from lightrft.config.reward_model.judgement import COMPARED, QuestionConfig
 from lightrft.utils.errors import ConfigError
 
 if TYPE_CHECKING:

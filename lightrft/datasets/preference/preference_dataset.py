@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrft.config.data import PreferenceDataConfig, RewardColumns
-from lightrft.config.preference import PreferenceKind
+from lightrft.config.preference.sections import PreferenceKind
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.identity import identity

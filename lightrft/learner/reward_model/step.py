@@ -25,7 +25,7 @@ from lightrft.algorithms.reward_model.objective import (
     totals_of,
 )
 from lightrft.algorithms.token_ops import require_column
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.learner.micro_batches import largest_group
 from lightrft.learner.policy_update import LossOf, optimizer_step
 from lightrft.learner.reward_model.outputs import (

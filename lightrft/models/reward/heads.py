@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.config.reward_model import HeadKind, RewardHeadConfig
+from lightrft.config.reward_model.sections import HeadKind, RewardHeadConfig
 from lightrft.models.logprobs import wide
 from lightrft.utils.seeding import derive_seed, seeded_weights, torch_generator
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardHeadConfig, RewardModelConfig
+from lightrft.config.reward_model.sections import RewardHeadConfig, RewardModelConfig
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.loading.sharded_read import StoredTensor
 from lightrft.models.merging.stored_model import stored_tensors

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardHeadConfig, RewardModelConfig
+from lightrft.config.reward_model.sections import RewardHeadConfig, RewardModelConfig
 from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.loading.sharded_read import StoredTensor

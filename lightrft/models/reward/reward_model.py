@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.ulysses import Row, SequencePart

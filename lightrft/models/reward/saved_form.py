@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightrft.config.base import build
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.utils.errors import ConfigError, ModelError, first_line
 
 SETTINGS_FILE = "reward_model.json"

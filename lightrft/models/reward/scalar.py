@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightrft.config.reward_model import RewardHeadConfig, RewardModelConfig
+from lightrft.config.reward_model.sections import RewardHeadConfig, RewardModelConfig
 from lightrft.models.actor import Backbone
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention.padded import Given, rows_with_media

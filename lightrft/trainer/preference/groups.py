@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lightrft.config.base import ComponentConfig
-from lightrft.config.preference import PreferenceKind
 from lightrft.config.preference.online import OnlineConfig
+from lightrft.config.preference.sections import PreferenceKind
 from lightrft.datasets.preference.preference_dataset import PreferenceExample, PreferenceResponse
 from lightrft.datasets.preference.preference_rows import dense_ranks, margins_of
 from lightrft.rollout.accounting import FilterResult, filter_and_select

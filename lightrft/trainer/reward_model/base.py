@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightrft.config.reward_model import ValidationTimesConfig
+from lightrft.config.reward_model.sections import ValidationTimesConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.datasets.prompt_dataset import EncodedDataset
 from lightrft.datasets.sampler import PromptSampler

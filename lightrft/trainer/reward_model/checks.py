@@ -16,7 +16,7 @@ from lightrft.algorithms.reward_model.requirements import (
     signed_score,
 )
 from lightrft.config.base import changed_fields
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.models.reward.reward_model import RewardModel

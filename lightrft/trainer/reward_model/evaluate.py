@@ -21,7 +21,7 @@ from lightrft.algorithms.reward_model.quality import (
 )
 from lightrft.algorithms.reward_model.rating_losses import right_signs, sign_problem
 from lightrft.algorithms.reward_model.requirements import signed_score
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.train import micro_batch_tokens
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightrft.config.base import changed_fields
 from lightrft.config.data import Columns, DataConfig
-from lightrft.config.judgement import JudgementConfig
+from lightrft.config.reward_model.judgement import JudgementConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import AGREEMENT, EvalRMConfig, EvaluateConfig, JudgeTrainingConfig
 from lightrft.utils.errors import ConfigError

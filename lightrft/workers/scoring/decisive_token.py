@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from lightrft.config.judgement import QuestionConfig
+from lightrft.config.reward_model.judgement import QuestionConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.judgement.question import lead
 from lightrft.rewards.rules.verdicts import Verdict, VerdictForm, read_verdict

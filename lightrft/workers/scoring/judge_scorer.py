@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightrft.config.judgement import COMPARED
 from lightrft.config.reward import JudgeConfig
+from lightrft.config.reward_model.judgement import COMPARED
 from lightrft.datasets.judgement.question import LETTERS, Question, Raw, ask, rubric_entries
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.rewards.base import RewardScorer

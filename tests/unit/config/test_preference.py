@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from lightrft.config.base import Settings, load_settings, to_yaml
-from lightrft.config.preference import PreferenceConfig
 from lightrft.config.preference.presets import (
     PREFERENCE_PAPERS,
     PREFERENCE_PRESETS,
     PREFERENCE_SOURCES,
 )
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import source_of
 from lightrft.diagnostics.effective_settings import flat
 from lightrft.utils.errors import ConfigError

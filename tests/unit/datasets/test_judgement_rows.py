@@ -8,7 +8,7 @@ import pytest
 
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig, PreferenceDataConfig
-from lightrft.config.judgement import QuestionConfig
+from lightrft.config.reward_model.judgement import QuestionConfig
 from lightrft.datasets.judgement.judgement_rows import JudgementRows
 from lightrft.datasets.judgement.question import OPEN, Question, ask, lead, verdict_text
 from lightrft.datasets.row_tables import InMemoryRows, MalformedRow

@@ -21,8 +21,8 @@ from lightrft.config.data import (
     SFTDataConfig,
     SourceConfig,
 )
-from lightrft.config.judgement import JudgementConfig
 from lightrft.config.reward import RewardConfig
+from lightrft.config.reward_model.judgement import JudgementConfig
 from lightrft.datasets.open_source import open_source
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.preference.preference_rows import read_preference

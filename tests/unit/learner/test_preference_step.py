@@ -10,7 +10,7 @@ import torch
 from lightrft.algorithms.preference.objective import preference_loss, preference_terms
 from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.config.base import build
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.learner.preference_batch import (
     PreferenceStats,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.learner.distillation import distillation_targets, gathered_head
+from lightrft.learner.distillation.targets import distillation_targets, gathered_head
 from lightrft.learner.process_reward import outcome_losses, with_process_rewards
 from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightrft.rewards.rules.ifeval import CHECKS, ifeval, language_checks
+from lightrft.rewards.rules.ifeval import language_checks
 from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS
+from lightrft.rewards.rules.ifeval.rule import CHECKS, ifeval
 from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView
 
 Options = dict[str, Any]

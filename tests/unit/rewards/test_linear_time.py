@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.rewards import REWARDS
 from lightrft.rewards.rules.answers import answer_finder
-from lightrft.rewards.rules.ifeval import CHECKS
+from lightrft.rewards.rules.ifeval.rule import CHECKS
 from lightrft.rewards.rules.math import final_answer
 from lightrft.rewards.rules.verdicts import VerdictForm, read_verdict
 from tests.unit.rewards.test_rules import answer

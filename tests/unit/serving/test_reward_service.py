@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.reward_model import RewardModel

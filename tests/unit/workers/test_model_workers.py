@@ -16,7 +16,7 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.distillation import distillation_targets
+from lightrft.learner.distillation.targets import distillation_targets
 from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.divergence.token_divergence import token_divergence
 from lightrft.models.tiny.text import tiny_model

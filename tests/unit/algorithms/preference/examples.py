@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Ranked, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 
 BETA = 0.1
 

@@ -13,7 +13,7 @@ from lightrft.algorithms.preference.inputs import Pairs, Ranked
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.preference.registry import f_score, logistic
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.config.preference import FDivergenceConfig
+from lightrft.config.preference.sections import FDivergenceConfig
 from lightrft.utils.errors import ConfigError, DataError
 from tests.unit.algorithms.preference.examples import (
     labelled,

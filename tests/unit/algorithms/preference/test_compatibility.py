@@ -11,8 +11,8 @@ from lightrft.algorithms.preference.compatibility import (
     check_preference,
     incompatible_preference_settings,
 )
-from lightrft.config.preference import PreferenceConfig
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.errors import ConfigError
 
 JS = {"kind": "js"}

@@ -19,7 +19,7 @@ from lightrft.algorithms.contracts.preference_cases import (
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Preferences, Ranked, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.preference.objective import units_of
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 
 BASE: dict[str, Any] = {"losses": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.1}
 CHANGES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from lightrft.algorithms.contracts.preference_cases import far_preferences, pref
 from lightrft.algorithms.contracts.preference_checks import preference_gradient
 from lightrft.algorithms.preference.inputs import Labelled, Pairs
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from tests.unit.algorithms.preference.examples import (
     BETA,
     labelled,

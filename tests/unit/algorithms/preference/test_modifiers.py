@@ -11,7 +11,7 @@ import torch
 from lightrft.algorithms.preference.inputs import responses_of
 from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
 from lightrft.algorithms.token_ops import TokenRows
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from tests.unit.algorithms.preference.examples import numbers
 
 

@@ -21,7 +21,7 @@ from lightrft.algorithms.preference.objective import (
     preference_loss,
     preference_terms,
 )
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.utils.errors import ConfigError, DataError
 from tests.unit.algorithms.preference.examples import loss_of, numbers, pair, settings
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.config.preference import PreferenceConfig
+from lightrft.config.preference.sections import PreferenceConfig
 
 
 def required(**tree: Any) -> set[str]:

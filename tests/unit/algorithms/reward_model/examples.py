@@ -11,7 +11,7 @@ from torch import Tensor
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.objective import reward_loss, reward_terms
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 
 
 def numbers(values: Sequence[float]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrft.algorithms.reward_model.compatibility import check_reward_model
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.utils.errors import ConfigError
 
 GAUSSIAN = {"name": "preference", "kind": "gaussian"}

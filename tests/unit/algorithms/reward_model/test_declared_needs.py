@@ -13,7 +13,7 @@ from lightrft.algorithms.contracts.reward_checks import head_of, number_of_losse
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.registry import KINDS
-from lightrft.config.reward_model import HeadKind
+from lightrft.config.reward_model.sections import HeadKind
 
 GROUPS = [0, 0, 0, 1, 1]
 

@@ -14,7 +14,7 @@ from lightrft.algorithms.contracts.reward_cases import scored_responses
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.objective import reward_loss, reward_terms, totals_of
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.utils.errors import DataError
 from tests.unit.algorithms.reward_model.examples import loss_of, numbers, scored, settings, value
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.base import build
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.learner.reward_model.step import (
     RewardModelSettings,
     RewardObjective,

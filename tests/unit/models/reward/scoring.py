@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import FAMILIES
 from lightrft.models.tiny.text_families import family_model

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models import ScalarRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models import ScalarRewardModelVL
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.reward.reward_model import RewardModel

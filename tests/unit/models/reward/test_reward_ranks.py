@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import (
     ModelParallelGroup,

@@ -12,7 +12,7 @@ import torch
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig, ScoringModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

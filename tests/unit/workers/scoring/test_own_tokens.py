@@ -14,7 +14,7 @@ from lightrft.config.base import build
 from lightrft.config.data import DataConfig, PreferenceDataConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
-from lightrft.config.reward_model import RewardModelConfig
+from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.models.loading.from_pretrained import load_tokenizer
