@@ -6,6 +6,7 @@ VENV ?= .venv
 VLLM_VENV ?= build/vllm
 EXPORTS_VENV ?= build/exports
 TORCHVISION_VENV ?= build/torchvision
+TRACKERS_VENV ?= build/trackers
 EXTRAS ?= dev
 # One more than the two cores of CI: a test often waits for a process that it has started.
 JOBS ?= 3
@@ -27,10 +28,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 demo-real test test-ci test-all test-vllm test-torchvision test-exports check format docs constraints clean
+.PHONY: help install demo smollm2 demo-real test test-ci test-all test-vllm test-torchvision test-exports test-trackers check format docs constraints clean
 
 help:
-	@echo "make demo | demo-real | smollm2 | test | test-ci | test-all | test-vllm | test-torchvision | test-exports | check | format | docs | install | constraints | clean"
+	@echo "make demo | demo-real | smollm2 | test | test-ci | test-all | test-vllm | test-torchvision | test-exports | test-trackers | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -102,6 +103,15 @@ $(EXPORTS_VENV)/installed: constraints.txt tests/environment/torchvision_ops.py
 	$(or $(PYTHON),python3) -m venv "$(EXPORTS_VENV)"
 	"$(EXPORTS_VENV)/bin/python" -m pip install --quiet "transformers==4.57.*" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" pillow
 	$(call add_torchvision,$(EXPORTS_VENV))
+	@touch $@
+
+# The real packages of the trackers, in an environment of their own: they pin versions of others.
+test-trackers: $(TRACKERS_VENV)/installed
+	OMP_NUM_THREADS=1 "$(TRACKERS_VENV)/bin/python" -m pytest -n $(JOBS) -m trackers tests/unit/observability $(ARGS)
+
+$(TRACKERS_VENV)/installed: pyproject.toml
+	$(or $(PYTHON),python3) -m venv "$(TRACKERS_VENV)"
+	$(call pip_of,$(TRACKERS_VENV)) install -e ".[test,wandb,mlflow,trackio,swanlab]"
 	@touch $@
 
 check: install

@@ -76,11 +76,20 @@ class LogConfig(Settings):
     wandb: str | None = None
     """Weights & Biases project to log to; needs the extra ``wandb``. ``null`` logs nothing
     there."""
+    mlflow: str | None = None
+    """MLflow experiment to log to; needs the extra ``mlflow``. ``MLFLOW_TRACKING_URI`` names the
+    server. ``null`` logs nothing there."""
+    trackio: str | None = None
+    """Trackio project to log to; needs the extra ``trackio``. It is on this machine unless
+    ``TRACKIO_SPACE_ID`` names a space of the hub. ``null`` logs nothing there."""
+    swanlab: str | None = None
+    """SwanLab project to log to; needs the extra ``swanlab``. ``SWANLAB_MODE=offline`` writes to
+    ``swanlog/`` of the run folder alone. ``null`` logs nothing there."""
     rollouts_every: int = Field(1, ge=0)
     """Write the rollouts of every so many steps, in ``rollouts/``; 0 writes none."""
     samples: int = Field(0, ge=0)
     """Number of prompts of each step whose best and worst response are printed, with label, reward
-    and terms."""
+    and terms. The trackers above get them too."""
     batches_every: int = Field(0, ge=0)
     """Write the batch of every so many steps, with all columns computed for it, in ``batches/``; 0
     writes none. ``lightrft.diagnostics.replay`` runs any phase on them again."""

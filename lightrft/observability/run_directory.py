@@ -15,6 +15,7 @@ from typing import Self, TypedDict
 import yaml
 
 from lightrft.config.base import Settings, dotted
+from lightrft.config.run import LogConfig
 from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.input_digests import FILE as INPUTS
 from lightrft.observability.input_digests import (
@@ -27,7 +28,8 @@ from lightrft.observability.logging_setup import FILE_ONLY, log_to_file, stop_lo
 from lightrft.observability.redaction import MARK, check_complete, redacted
 from lightrft.observability.replaced_run import discard, recover, set_aside
 from lightrft.observability.rollout_writer import Attached, RolloutWriter
-from lightrft.observability.trackers import JsonLinesTracker, Row, TensorBoard, Tracker, Wandb
+from lightrft.observability.trackers import JsonLinesTracker, Row, Sample, TensorBoard, Tracker
+from lightrft.observability.tracking_services import TRACKED, follow
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import RESUMES, ConfigError
 from lightrft.utils.yaml_text import parse_yaml, tree_to_yaml
@@ -40,9 +42,10 @@ LATER = f"free some space, or restore the folder and the right to write there. {
 # This phase samples for evaluations alone, and runs before the phases that train on rollouts.
 SUPERVISED = "sft"
 OURS = (
-    *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
+    *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "swanlog"),
     *(
         "metrics.jsonl",
+        TRACKED,
         "log.txt",
         "summary.json",
         "samples.json",
@@ -101,12 +104,14 @@ class RunDirectory:
         self._changed: dict[str, object] = {}
         self._tensorboard = False
         self._trackers: list[Tracker] = []
+        self._samples: Sequence[Sample] = ()
         self._names: set[str] = set()
         (path / "rollouts").mkdir(exist_ok=True)
         # A killed process leaves the file that it was writing.
         for torn in [*(path / "rollouts").glob(".*.jsonl.tmp"), *(path / "media").glob(".*.tmp")]:
             torn.unlink()
         self.metrics = JsonLinesTracker(path / "metrics.jsonl")
+        self._found = self.metrics.last_steps()
         self._writer = RolloutWriter(path / "rollouts")
         self._log = log_to_file(path / "log.txt")
 
@@ -118,8 +123,7 @@ class RunDirectory:
         *,
         resume: str,
         overwrite: bool,
-        tensorboard: bool = False,
-        wandb: str | None = None,
+        trackers: LogConfig | None = None,
         ignore: Collection[str] = (),
         is_evaluation: bool = False,
     ) -> RunDirectory:
@@ -132,8 +136,8 @@ class RunDirectory:
                 resumes from that checkpoint.
             overwrite: if True, replace an earlier run. It is removed once this one has results, and
                 restored if this one ends before.
-            tensorboard: if True, write TensorBoard event files.
-            wandb: name of the wandb project. None disables wandb.
+            trackers: the settings ``log``, which say where the metrics go besides
+                ``metrics.jsonl``. None sends them nowhere.
             ignore: dotted keys, or branches of the settings, in which a resumed run may differ.
             is_evaluation: the caller notices files that have changed under the same path, and
                 evaluates again. A training run is refused.
@@ -163,9 +167,9 @@ class RunDirectory:
                 raise
         try:
             folder._changed = dict(dotted(redacted(config, exclude_defaults=True)))
-            folder._tensorboard = tensorboard
-            if wandb:
-                folder._trackers.append(Wandb(wandb, path, path.name, redacted(config)))
+            if trackers is not None:
+                folder._tensorboard = trackers.tensorboard
+                folder._trackers.extend(follow(trackers, path, redacted(config), folder.metrics))
         except BaseException:
             folder.close()
             raise
@@ -210,12 +214,18 @@ class RunDirectory:
         """
         # Not in ``open``: only after ``rewind`` is it known which events are stale.
         if self._tensorboard:
-            self._trackers.append(TensorBoard(self.path / "tensorboard", self.metrics.last_steps()))
+            last = self.metrics.last_steps()
+            self._trackers.append(TensorBoard(self.path / "tensorboard", last, self._found))
             self._tensorboard = False
         self.metrics.log(row)
         discard(self.path)
+        samples, self._samples = self._samples, ()
         for tracker in self._trackers:
-            tracker.log(row)
+            tracker.log(row, samples)
+
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Send ``samples`` to the trackers, with the next row of metrics."""
+        self._samples = samples
 
     def write_rollouts(
         self,
@@ -256,9 +266,9 @@ class RunDirectory:
         summary = {**values}
         if self._log.lost:
             summary["log_lines_lost"] = self._log.lost
-        rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
-        if rows:
-            summary["tensorboard_rows_lost"] = rows
+        for tracker in self._trackers:
+            if tracker.lost:
+                summary[f"{tracker.name}_rows_lost"] = tracker.lost
         summary["changed"] = self._changed
         # Redaction may miss a secret, so settings that hold one are only for the user.
         private = MARK in str(self._changed)
@@ -323,6 +333,9 @@ class ReadOnlyRunDirectory(RunDirectory):
         return
 
     def log(self, row: Row) -> None:
+        return
+
+    def show_samples(self, samples: Sequence[Sample]) -> None:
         return
 
     def write_rollouts(

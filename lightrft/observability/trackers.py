@@ -1,6 +1,6 @@
 """Trackers of metrics, one row per step.
 
-JSON lines are always written. TensorBoard and wandb are optional.
+JSON lines are always written. TensorBoard is optional, and so are ``tracking_services``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 import logging
 import math
 import threading
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightrft.utils.atomic_files import json_line, write_atomic
-from lightrft.utils.errors import ConfigError, DataError, install_extra
+from lightrft.utils.errors import DataError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,14 +24,26 @@ Row = Mapping[str, float | int | str]
 """The metrics of one step by name, with ``step`` and ``phase``."""
 ReadRow = dict[str, Any]
 """A row that was read from a file. A metric may be None there, and ``step`` is a number."""
+Sample = Mapping[str, str | float]
+"""A response to show, by column: prompt, label, which of its prompt's, reward, terms, response."""
 Summary = dict[str, Any]
 """The content of ``summary.json``: values that JSON can hold, by name."""
 
 
 class Tracker(Protocol):
-    """A destination for rows of metrics."""
+    """A destination for rows of metrics, and for samples of responses.
 
-    def log(self, row: Row) -> None:
+    ``lost`` counts rows that it did not get.
+    """
+
+    name: str
+
+    @property
+    def lost(self) -> int:
+        """See the class."""
+        ...
+
+    def log(self, row: Row, samples: Sequence[Sample] = ()) -> None:
         """Record one row. It has ``step``, and ``phase`` if the run has several phases."""
         ...
 
@@ -118,13 +129,23 @@ class TensorBoard:
     because ``metrics.jsonl`` has them all.
     """
 
-    def __init__(self, folder: Path, last: Mapping[str, int]) -> None:
-        """Hide the events after step ``last[phase]`` that an earlier process wrote."""
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, last: Mapping[str, int], shown: Mapping[str, int]) -> None:
+        """Hide the events after step ``last[phase]`` that an earlier process wrote.
+
+        Args:
+            folder: the folder of the event files.
+            last: the last step of each phase that stays.
+            shown: the last step of each phase that an earlier process wrote. TensorBoard cannot
+                hide texts, so those of earlier steps are not repeated.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
         self._folder = folder
         self._last = dict(last)
+        self._shown = dict(shown)
         self._writers: dict[str, SummaryWriter] = {}
         self.lost = 0
         self._hook = threading.excepthook
@@ -139,10 +160,11 @@ class TensorBoard:
         if not of_tensorboard or not isinstance(told.exc_value, OSError):
             self._hook(told)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: Row, samples: Sequence[Sample] = ()) -> None:
+        """Record one row, and ``samples`` as text."""
         if not self.lost:
             try:
-                self._log(row)
+                self._log(row, samples)
                 return
             except OSError as error:
                 log.warning(
@@ -152,7 +174,7 @@ class TensorBoard:
                 )
         self.lost += 1
 
-    def _log(self, row: Row) -> None:
+    def _log(self, row: Row, samples: Sequence[Sample]) -> None:
         phase, step = str(row.get("phase", "")), int(row["step"])
         if phase not in self._writers:
             # TensorBoard appends: it must hide the events of steps that are repeated.
@@ -163,6 +185,9 @@ class TensorBoard:
         for name, value in row.items():
             if name != "step" and not isinstance(value, str):
                 self._writers[phase].add_scalar(name, value, step)
+        if samples and step > self._shown.get(phase, -1):
+            text = "\n\n".join(map(sample_text, samples))
+            self._writers[phase].add_text("samples", text, step)
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -179,49 +204,10 @@ class TensorBoard:
             threading.excepthook = self._hook
 
 
-class Wandb:
-    """A wandb run. A resumed run folder continues the same wandb run."""
-
-    def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, object]) -> None:
-        """Start or continue the wandb run of ``folder``.
-
-        Args:
-            project: name of the wandb project.
-            folder: the run folder, which stores the id of the wandb run.
-            name: displayed name of the run.
-            config: the settings of the run, without secrets.
-
-        Raises:
-            ConfigError: wandb is not installed.
-        """
-        try:
-            import wandb  # ty: ignore[import-not-found]
-        except ImportError:
-            raise ConfigError(
-                f"log.wandb = {project!r} needs the package wandb: "
-                f"{install_extra('wandb')}, or leave log.wandb empty"
-            ) from None
-        known = folder / "wandb_id"
-        # The id is ours and not wandb's, so that a run killed during ``init`` has it too.
-        if not known.exists():
-            write_atomic(known, uuid.uuid4().hex[:16])
-        identity = known.read_text(encoding="utf-8")
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=str(folder),
-            config=dict(config),
-            id=identity,
-            resume="allow",
-            reinit="create_new",
-        )
-
-    def log(self, row: Row) -> None:
-        phase = f"{row['phase']}/" if row.get("phase") else ""
-        self._run.log({f"{phase}{k}": v for k, v in row.items() if k != "phase"})
-
-    def close(self) -> None:
-        self._run.finish()
+def sample_text(sample: Sample) -> str:
+    """Return a sample as indented lines, which Markdown shows as they are."""
+    lines = [f"{name}: {value}" for name, value in sample.items()]
+    return "\n".join(f"    {line}" for text in lines for line in text.split("\n"))
 
 
 def read_rows(path: Path) -> list[ReadRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 
+from lightrft.observability.trackers import Sample
 from lightrft.types import Rollout
 
 TEXT = 100
@@ -79,16 +80,52 @@ def table(step: int, rollouts: Sequence[Rollout], prompts: int, width: int | Non
     """
     width = width or shutil.get_terminal_size().columns
     lines = []
-    for group in by_prompt([one for one in rollouts if one.reward is not None])[:prompts]:
-        prompt = group[0].prompt
+    for ends in best_and_worst(rollouts, prompts):
+        prompt = next(iter(ends.values())).prompt
         label = "" if prompt.label is None else f" (label {prompt.label!r})"
         lines.append(shortened(f"step {step}: {prompt.text!r}{label}", width))
-        ordered = sorted(group, key=lambda one: one.reward or 0.0)
-        ends = {"best": ordered[-1], "worst": ordered[0]} if ordered[1:] else {"": ordered[0]}
         for name, one in ends.items():
             start = f"  {name:<5} {_number(one.reward):>6}{_terms(one)}  "
             lines.append(shortened(f"{start}{one.text!r}", width))
     return "\n".join(lines)
+
+
+def sample_rows(rollouts: Sequence[Rollout], prompts: int) -> list[Sample]:
+    """Return the best and the worst response to some prompts, for trackers.
+
+    Args:
+        rollouts: All rollouts of the step.
+        prompts: Number of prompts.
+    """
+    return [
+        {
+            "prompt": one.prompt.text,
+            "label": "" if one.prompt.label is None else str(one.prompt.label),
+            "which": name,
+            "reward": float(one.reward or 0.0),
+            "terms": ", ".join(f"{term} {_number(value)}" for term, value in one.terms.items()),
+            "response": one.text,
+        }
+        for ends in best_and_worst(rollouts, prompts)
+        for name, one in ends.items()
+    ]
+
+
+def best_and_worst(rollouts: Sequence[Rollout], prompts: int) -> list[dict[str, Rollout]]:
+    """Return the ``best`` and ``worst`` response to each of some prompts.
+
+    A single response has the name "". Responses without a reward are left out.
+
+    Args:
+        rollouts: All rollouts of the step.
+        prompts: Number of prompts.
+    """
+    found = []
+    for group in by_prompt([one for one in rollouts if one.reward is not None])[:prompts]:
+        ordered = sorted(group, key=lambda one: one.reward or 0.0)
+        ends = {"best": ordered[-1], "worst": ordered[0]} if ordered[1:] else {"": ordered[0]}
+        found.append(ends)
+    return found
 
 
 def shortened(line: str, width: int) -> str:

@@ -30,7 +30,7 @@ from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes
-from lightrft.rollout.shown_samples import examples, table
+from lightrft.rollout.shown_samples import examples, sample_rows, table
 from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import check_examples, check_lengths
 from lightrft.trainer.checks.preflight import check_enough
@@ -126,6 +126,7 @@ class RLRun(PolicyRun):
         self.health.examples = examples(result.collected.rollouts)
         if config.log.samples and session.ranks.rank == 0:
             session.observer.note(table(done, result.collected.rollouts, config.log.samples))
+            session.folder.show_samples(sample_rows(result.collected.rollouts, config.log.samples))
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             drawn = result.collected.rollouts
             session.folder.write_rollouts(

@@ -463,8 +463,7 @@ def open_session(
             config,
             resume=run.resume,
             overwrite=run.overwrite,
-            tensorboard=logs.tensorboard,
-            wandb=logs.wandb,
+            trackers=logs,
             ignore=MAY_DIFFER,
         )
         made.append(opened)

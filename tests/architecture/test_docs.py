@@ -159,7 +159,7 @@ def test_extras_are_installed_from_the_checkout_and_exist() -> None:
         # the package index has another project of this name
         assert not re.search(r"install [^\n]*lightrft\[\w", text), file
         named |= set(re.findall(r"install [^\n]*\.\[([a-z,-]+)\]", text))
-        named |= set(re.findall(r"install_extra\(.(\w+).\)", text))
+        named |= set(re.findall(r"install_extra\([\"'](\w+)[\"']\)", text))
     assert {name for one in named for name in one.split(",")} - set(known) == set()
     assert len(named) > 8
 

@@ -33,7 +33,8 @@ ALLOWED = {
 }
 # Optional, or slow to import: inside the function that needs them only.
 HEAVY = {
-    *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes", "wandb"),
+    *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes"),
+    *("wandb", "mlflow", "trackio", "swanlab"),
     *("peft", "datasets", "tensorboard", "math_verify", "starlette", "uvicorn"),
     *("soundfile", "av", "torchvision", "llguidance"),
 }

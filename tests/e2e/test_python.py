@@ -70,6 +70,23 @@ def test_a_function_rows_and_a_model_of_the_program_train_in_one_call(rl, tmp_pa
     assert lightrft.Run(tmp_path / "first").metrics.equals(run.metrics)
 
 
+def test_trackers_get_the_responses_that_the_run_prints(rl):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = rl(log={"tensorboard": True, "samples": 1})
+    events = EventAccumulator(str(run.path / "tensorboard/rl"))
+    events.Reload()
+    texts = {
+        event.step: event.tensor_proto.string_val[0].decode()
+        for event in events.Tensors("samples/text_summary")
+    }
+    assert list(texts) == [1, 2]
+    best = re.search("which: best\n    reward: (.*)\n    terms: even", texts[1])
+    first = run.rollouts(step=1)
+    group = first[first["prompt"] == first["prompt"].iloc[0]]
+    assert best and float(best[1]) == max(group["reward"])
+
+
 def test_a_trained_model_answers_as_in_the_run_and_its_pages_are_shown(rl):
     run = rl()
     greedy = {"sampling.temperature": 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -141,20 +142,36 @@ def trackers(value: Any, options: Options) -> Converted:
     names = ["none" if name is None else str(name).lower() for name in names]
     found = Converted()
     for name in names:
-        if name in ("wandb", "all"):
-            found["log.wandb"] = wandb(True, options)
+        name = "wandb" if name == "all" else name
+        if name in _PROJECTS:
+            found[f"log.{name}"] = Project(name)(True, options)
         elif name not in ("tensorboard", "none", "console", "stdout"):
             raise NoValue(f"{name!r} is not supported; metrics are in metrics.jsonl of the run")
     found["log.tensorboard"] = bool({"tensorboard", "all"} & set(names))
     return found
 
 
-def wandb(value: Any, options: Options) -> Any:
-    """Convert ``use_wandb``, which is a flag or a key, to the name of the project."""
-    if value in (None, False, "", "None"):
-        return Converted()
-    names = ("wandb_project", "logger.wandb.project", "trainer.project_name", "project")
-    return next((options[name] for name in names if name in options), None) or "lightrft"
+_PROJECTS = {
+    "wandb": ("wandb_project", "logger.wandb.project"),
+    "mlflow": (),
+    "trackio": (),
+    "swanlab": ("swanlab_project",),
+}
+"""Options with the name of a project, by tracker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """Converts a flag or a key that turns ``tracker`` on to the name of the project."""
+
+    tracker: str
+
+    def __call__(self, value: Any, options: Options) -> Any:
+        """Return the name of the project."""
+        if value in (None, False, "", "None"):
+            return Converted()
+        names = (*_PROJECTS[self.tracker], "trainer.project_name", "project")
+        return next((options[name] for name in names if name in options), None) or "lightrft"
 
 
 def first(options: Options, *names: str) -> Any:

@@ -506,8 +506,8 @@ RUN = (
     NameRow("eval_on_start val_before_train trainer.val_before_train", "eval.at_start"),
     NameRow(
         "report_to log_with trainer.logger logger",
-        "log.wandb log.tensorboard",
-        "tensorboard is log.tensorboard, and wandb is log.wandb with the name of a project",
+        "log.wandb log.tensorboard log.mlflow log.trackio log.swanlab",
+        "tensorboard is log.tensorboard; wandb, mlflow, trackio and swanlab take a project's name",
         to.trackers,
     ),
     NameRow(
@@ -520,7 +520,19 @@ RUN = (
         "use_wandb logger.wandb.key",
         "log.wandb",
         "the name of a project; the key is in WANDB_API_KEY",
-        to.wandb,
+        to.Project("wandb"),
+    ),
+    NameRow(
+        "use_swanlab",
+        "log.swanlab",
+        "the name of a project; the key is in SWANLAB_API_KEY",
+        to.Project("swanlab"),
+    ),
+    NameRow(
+        "swanlab_project",
+        "log.swanlab",
+        "the name of a project, which turns it on",
+        counted,
     ),
     NameRow(
         "wandb_project project_name trainer.project_name logger.wandb.project",

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lightrft.config.base import Settings, load_settings
+from lightrft.config.run import LogConfig
 from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
 
@@ -372,44 +373,19 @@ def test_an_error_in_the_run_is_not_hidden_by_one_while_closing(tmp_path, monkey
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with enter(tmp_path / "a", tensorboard=True) as folder:
+    with enter(tmp_path / "a", trackers=LogConfig()) as folder:
         for step in (1, 2, 3):
+            folder.show_samples([{"prompt": f"{step}+1=", "response": "two\nlines"}])
             folder.log({"step": step, "phase": "rl", "loss": float(step)})
-    with enter(tmp_path / "a", tensorboard=True) as folder:
+    with enter(tmp_path / "a", trackers=LogConfig()) as folder:
         folder.rewind(2, "rl")
+        folder.show_samples([{"prompt": "again"}])
         folder.log({"step": 3, "phase": "rl", "loss": 30.0})
     events = EventAccumulator(str(tmp_path / "a/tensorboard/rl"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_wandb_that_is_not_installed_is_a_clear_error_and_frees_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[wandb\]'"):
-        enter(tmp_path / "a", wandb="project")
-    enter(tmp_path / "a").close()
-
-
-def test_wandb_gets_every_row_of_the_same_run(tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        def log(self, row):
-            calls.append(row)
-
-        def finish(self):
-            calls.append("finish")
-
-    class Fake:
-        @staticmethod
-        def init(**options):
-            calls.append(options["id"])
-            return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", Fake)
-    for step in (1, 2):
-        with enter(tmp_path / "a", wandb="project") as folder:
-            folder.log({"step": step, "phase": "rl", "loss": 0.5})
-    assert calls[0] == calls[3]
-    assert calls[1] == {"rl/step": 1, "rl/loss": 0.5}
-    assert calls[2] == "finish"
+    texts = [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors("samples/text_summary")]
+    assert texts == [
+        (step, f"    prompt: {step}+1=\n    response: two\n    lines".encode())
+        for step in (1, 2, 3)
+    ]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.observability.run_health import Health
-from lightrft.rollout.shown_samples import by_prompt, examples, table
+from lightrft.rollout.shown_samples import by_prompt, examples, sample_rows, table
 from lightrft.types import Prompt, Rollout
 
 
@@ -28,6 +28,17 @@ def test_the_best_and_the_worst_response_of_a_prompt_are_shown_with_label_and_te
         "  best       1 (math 1, words 1)  '3'",
         "  worst      0 (math 0, words 3)  'it is 4'",
     ]
+
+
+def test_trackers_get_the_same_responses_as_rows_with_the_same_columns():
+    rollouts = [rollout(SUM, "it is 4", 0.0), rollout(SUM, "3", 1.0), rollout(OTHER, "", None)]
+    best = {"prompt": "1+2=", "label": "3", "which": "best", "reward": 1.0}
+    worst = {**best, "which": "worst", "reward": 0.0, "terms": "math 0, words 3"}
+    assert sample_rows(rollouts, 2) == [
+        {**best, "terms": "math 1, words 1", "response": "3"},
+        {**worst, "response": "it is 4"},
+    ]
+    assert sample_rows([rollout(OTHER, "4", 1.0)], 1)[0]["label"] == ""
 
 
 def test_as_many_prompts_as_asked_are_shown_and_responses_without_a_reward_are_not():
