@@ -19,7 +19,7 @@ from lightrft.engines.vllm_parts.media import MediaKind
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.families import family_of
 from lightrft.models.loading.adapter_base import has_adapters
-from lightrft.models.loading.from_pretrained import base_and_lora, model_settings
+from lightrft.models.loading.from_pretrained import base_and_lora, model_settings, where_of
 from lightrft.rollout.logprob_check import refuse_weights
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.module_tensors import plain_name
@@ -84,6 +84,7 @@ def build_vllm(
         dtype: Type that the policy computes in. ``None`` for the type of its weights.
     """
     model = base_and_lora(model)
+    model = model.model_copy(update={"path": where_of(model)})
     weights = dict(decoder.parameters())
     ends = model_ends(tokenizer, decoder.eos_token_ids)
     shapes = {name: tuple(w.shape) for name, w in weights.items() if plain_name(name) is None}

@@ -43,7 +43,7 @@ def server_options(
     options: dict[str, object] = {
         "model-path": folder,
         # It is not left out: SGLang refuses min_new_tokens without a tokenizer.
-        "tokenizer-path": model.tokenizer or model.path,
+        "tokenizer-path": model.tokenizer or folder,
         "revision": model.revision,
         "trust-remote-code": model.trust_remote_code,
         "dtype": str(dtype).removeprefix("torch."),

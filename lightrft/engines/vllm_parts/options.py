@@ -22,6 +22,8 @@ FREE_SHARE = 0.01
 """Share of the GPU that must be free when vLLM starts. The trainer's model is in memory too."""
 CUDA_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's settings to capture steps that decode, without ``torch.compile``."""
+CPU_STEP_TOKENS = 4096
+"""Tokens of one step on a CPU, and more for a model that reads longer prompts."""
 BLOCK_TOKENS = 256
 """Tokens of cache that rounding to blocks may lose."""
 
@@ -84,6 +86,11 @@ def llm_options(
         options["enable_sleep_mode"] = True
         # vLLM starts only if this share of the GPU is free, though the cache has its own limit
         options["gpu_memory_utilization"] = FREE_SHARE
+    else:
+        # vLLM takes the seeded generator of a prompt that it splits over several steps back, which
+        # a generator of a CPU cannot do
+        options["enable_chunked_prefill"] = False
+        options["max_num_batched_tokens"] = max(options["max_model_len"], CPU_STEP_TOKENS)
     if ranks > 1:
         # replicas join the process group of the run, and exchange nothing after the start
         options["distributed_executor_backend"] = "external_launcher"

@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from lightrft.config.base import build, deep_merge
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.config.verbs import ChatConfig, RLConfig
+from lightrft.engines.vllm import VLLMEngine
+from lightrft.engines.vllm_parts.options import CPU_STEP_TOKENS
 from lightrft.trainer.inference import Chat
 from lightrft.trainer.rl import run_rl
+from lightrft.types import Prompt, Request
 from lightrft.utils.errors import ConfigError, ModelError
 from tests.e2e.vllm.faults import FAULTS, Fault, break_updates
 from tests.e2e.vllm.runs import lines
@@ -117,3 +124,36 @@ def test_chat_answers_by_vllm(tree: dict[str, Any]) -> None:
     expected = Chat(build(ChatConfig, config)).say("one + two")
     assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_prompts_of_more_tokens_than_a_step_takes_are_sampled_by_their_seeds(
+    tmp_path: Path,
+) -> None:
+    vllm_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    length = 200
+    asked = [
+        Request(Prompt(str(k), [4 + (k + j) % 50 for j in range(length)]), seed=k)
+        for k in range(2 * CPU_STEP_TOKENS // length)
+    ]
+    sampling = SamplingConfig(max_new_tokens=3)
+    found = []
+    for rows in (256, 16):  # all at once are more than a step takes, and 16 are less
+        engine = VLLMEngine(
+            ModelConfig(path=str(tmp_path)),
+            tokenizer,
+            EngineConfig(kind="vllm", max_num_seqs=rows),
+            [tokenizer.eos_token_id],
+            torch.float32,
+        )
+        found.append({r.seed: r.token_ids for r in engine.generate(asked, sampling)})
+        engine.close()
+    assert found[0] == found[1] and len(found[0]) == len(asked)
+
+
+def test_a_path_in_the_home_folder_is_loaded(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_rl(build(RLConfig, deep_merge(tree, {"model": {"path": "~/model"}, "train": {"steps": 1}})))
+    assert [line["step"] for line in lines(tmp_path)] == [1]
