@@ -48,17 +48,15 @@ class Rig:
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
         made: dict[str, list[torch.Tensor]] = {}
-        at, out = 0, ""
+        pieces, items = [], []
         for kind, value, extent in values:
             part = self.processor.parts[kind]
-            start = text.index(part.written, at)
-            out, at = (
-                out + text[at:start] + part.placeholder_text(extent),
-                start + len(part.written),
-            )
+            before, _, text = text.partition(part.written)
+            pieces.append(before)
+            items.append((part, extent))
             for key, tensor in part.inputs(value, extent).items():
                 made.setdefault(key, []).append(tensor)
-        text = out + text[at:]
+        text = self.processor.expanded([*pieces, text], items)
         media = {
             key: Ragged(torch.cat(each), torch.tensor([sum(map(len, each))]))
             for key, each in made.items()

@@ -540,14 +540,11 @@ class ChatEncoder(TextEncoder):
                 return extent
             known[number] = extent
         items = [record.media[number] for number in known]
-        put: dict[int, str] = {}
         try:
             self.media.check_total(items, list(known.values()), record.where)
-            for number, extent in known.items():
-                put[number] = self.media.expand(record.media[number], extent)
+            return self.media.expanded(texts, record.media, known)
         except MalformedRow as error:
             return error
-        return [replaced(text, lambda _, number: put[number]) for text in texts]
 
     def text_of(self, record: ParsedRow, cut: int) -> str:
         """Return the shielded text of a prompt, in the configured template."""

@@ -148,6 +148,7 @@ _OWN_MEDIA = {
     "qwen3_asr": _OWN,
     "glmga": _OWN,
     "hyperclovax_vision_v2": _OWN,
+    "idefics2": _OWN,
     "janus": _OWN,
     "kimi_k25": _OWN,
     "lfm2_vl": _OWN,

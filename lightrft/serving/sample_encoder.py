@@ -176,13 +176,26 @@ class SampleEncoder(ConversationEncoder):
         media = self.encoder.media
         if media is None or "image" not in media.processor.parts:
             raise DataError(f"{where} has images, and the model reads none; leave them out")
-        written = media.processor.parts["image"].written
+        part = media.processor.parts["image"]
+        written = part.written
         token = token_text(self.encoder.tokenizer, media.processor.tokens["image"])
-        found, at = [], 0
+        known = []
         for item, extent in zip(items, media.measured(items), strict=True):
             if isinstance(extent, MalformedRow):
                 raise extent
-            shown = media.expand(item, extent)
+            known.append((media.expand(item, extent), extent))
+        if not getattr(part, "apart", True):
+            # What stands for an image depends on the text around it.
+            pieces = text.split(written)
+            if len(pieces) != len(items) + 1:
+                raise DataError(
+                    f"{where} has {len(items)} images, and {len(pieces) - 1} texts {written!r}; "
+                    "write one for each image, whose placeholders are made here"
+                )
+            pairs = [(media.parts["image"], extent) for _, extent in known]
+            return media.processor.expanded(pieces, pairs)
+        found, at = [], 0
+        for shown, _ in known:
             # The client may have sized the image in another way, so a run of any length is one.
             forms = [f"(?:{re.escape(token)})+"] if written == token else []
             forms += [re.escape(shown), re.escape(written)]

@@ -21,7 +21,7 @@ from lightrft.datasets.media.audio import SAMPLE_BYTES, AudioSettings, read_soun
 from lightrft.datasets.media.corruption import corrupted
 from lightrft.datasets.media.fetch import Content, Fetch, digest, shown
 from lightrft.datasets.media.image import picture_size, read_picture
-from lightrft.datasets.media.items import Item
+from lightrft.datasets.media.items import MARK, Item, replaced
 from lightrft.datasets.media.prefetch import Workers
 from lightrft.datasets.media.previews import attachment
 from lightrft.datasets.media.video import VideoSettings, clip_extent, read_clip
@@ -105,6 +105,28 @@ class MediaReader:
     def measure(self, item: Item) -> Extent:
         """Return the extent of an item once decoded, from its header if that is sufficient."""
         return self._told(item, lambda: self._measure(item))
+
+    def expanded(
+        self, texts: Sequence[str], items: Sequence[Item], extents: Mapping[int, Extent]
+    ) -> list[str]:
+        """Return texts in which each mark is replaced by the text of its item.
+
+        Args:
+            texts: texts of one row, with marks.
+            items: the items of the row.
+            extents: the extents of the items that the texts have, by number.
+        """
+        put = {number: self.expand(items[number], extent) for number, extent in extents.items()}
+        if all(getattr(part, "apart", True) for part in self.parts.values()):
+            return [replaced(text, lambda _, number: put[number]) for text in texts]
+        found = []
+        for text in texts:
+            # The split gives: text, kind, number, text, kind, number, text ...
+            cut = MARK.split(text)
+            numbers = list(map(int, cut[2::3]))
+            pairs = [(self._part(items[number]), extents[number]) for number in numbers]
+            found.append(self.processor.expanded(cut[::3], pairs))
+        return found
 
     def expand(self, item: Item, extent: Extent) -> str:
         """Return the text of an item, with its placeholders."""

@@ -114,6 +114,26 @@ class Processor:
         parts = {kind: part.limited(min_pixels, max_pixels) for kind, part in self.parts.items()}
         return replace(self, parts=parts, limits=newer(self.limits, min_pixels, max_pixels))
 
+    def expanded(
+        self, pieces: Sequence[str], items: Sequence[tuple[ModalityProcessor, Extent]]
+    ) -> str:
+        """Return the text of a prompt with the placeholders of its items.
+
+        Args:
+            pieces: The texts before, between and after the items.
+            items: Part and extent of each item.
+        """
+        joint: list[Any] = []
+        texts, shapes = [pieces[0]], []
+        for (part, extent), after in zip(items, pieces[1:], strict=True):
+            if getattr(part, "apart", True):
+                texts[-1] += part.placeholder_text(extent) + after
+            else:
+                joint.append(part)
+                shapes.append(joint[-1].read_shape(extent.shape))
+                texts.append(after)
+        return joint[0].in_text(texts, shapes) if joint else texts[0]
+
     def save(self, path: str | Path) -> None:
         """Write files from which transformers builds the same processor.
 

@@ -236,25 +236,46 @@ def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) ->
     kind = tower.kind
     names = tuple(name for name in tower.inputs if not name.endswith((SHAPE, AXIS)))[:-1]
     tried = [_blank(kind, shape) for shape in _TRIED[kind]]
-    written = _written(processor, kind, token, tried[0])
+    written, apart = _written(processor, kind, token, tried[0])
     alone = [_call(processor, kind, written, [item]) for item in tried]
     joint = _joint_outputs(processor, kind, written, tried)
+    apart = apart and (joint is None or joint[0] == "".join(text for text, _ in alone))
     rules = _rules(processor, names, [made for _, made in alone], joint)
     if kind != "image" and "flat" in rules.values():
         # Features are computed item by item, and an item may have several rows: store its shape.
         rules = {name: "flat" if rule == "rows" else rule for name, rule in rules.items()}
-    return OwnPart(
+    part = OwnPart(
         processor,
         kind,
         written,
         token,
         rules,
         files,
-        several=_reads_several(alone, joint, rules),
+        several=_reads_several(alone, joint, rules, token),
+        apart=apart,
         fixed=len({text.count(token) for text, _ in alone}) == 1,
         around=_around(processor.tokenizer, kind, written),
         rate=_sounds(processor).sampling_rate if kind == "audio" else 0,
     )
+    if not apart:
+        _check_neighbours(part)
+    return part
+
+
+def _check_neighbours(part: OwnPart) -> None:
+    """Raise ``ValueError`` if the text of items depends on more than what ``in_text`` tries."""
+    shapes = _TRIED[part.kind][: 3 if part.several else 1]
+    for pieces in (("Look: ", "", " or\nthis", " ?"), ("see", "and", "\n", "what is it?")):
+        whole = [pieces[0]]
+        for after in pieces[1 : len(shapes) + 1]:
+            whole += [part.written, after]
+        items = [_blank(part.kind, shape) for shape in shapes]
+        expected, _ = _call(part.processor, part.kind, "".join(whole), items)
+        if part.in_text(whole[::2], shapes) != expected:
+            raise ValueError(
+                f"{type(part.processor).__name__}: the text of one {part.kind} depends on more "
+                "than the characters next to it and the items before it"
+            )
 
 
 def _blank(kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -268,8 +289,11 @@ _MARKS = ("{}_token", "boi_token", "{}_placeholder_token", "start_of_{}_token")
 """Attributes of processors with the text that may stand for an item of a kind."""
 
 
-def _written(processor: Any, kind: str, token: str, item: np.ndarray) -> str:
-    """Return the text that the processor replaces by placeholders."""
+def _written(processor: Any, kind: str, token: str, item: np.ndarray) -> tuple[str, bool]:
+    """Return the text that the processor replaces by placeholders.
+
+    The second value is ``False`` if what it writes depends on the words around it.
+    """
     names = [name.format(kind) for name in (*_MARKS, "{}_start_token", "{}_end_token")]
     *marks, start, end = (str(getattr(processor, name, None) or "") for name in names)
     reason = "no attribute names it"
@@ -282,12 +306,9 @@ def _written(processor: Any, kind: str, token: str, item: np.ndarray) -> str:
         except Exception as error:  # processors raise arbitrary errors
             reason = first_line(error)
             continue
-        if token not in whole or not whole.startswith("a") or not whole.endswith("b"):
-            reason = f"it writes {whole[:60]!r} for {text!r}"
-        elif whole[1:-1] != spaced[2:-2]:
-            reason = f"what it writes for {text!r} depends on the words around it"
-        else:
-            return text
+        if token in whole and whole.startswith("a") and whole.endswith("b"):
+            return text, whole[1:-1] == spaced[2:-2]
+        reason = f"it writes {whole[:60]!r} for {text!r}"
     name = type(processor).__name__
     raise ValueError(f"{name}: the text that stands for one {kind} was not found ({reason})")
 
@@ -364,10 +385,10 @@ def _rules(
 
 
 def _reads_several(
-    alone: Sequence[Outputs], joint: Outputs | None, rules: Mapping[str, str | int]
+    alone: Sequence[Outputs], joint: Outputs | None, rules: Mapping[str, str | int], token: str
 ) -> bool:
     """Return ``True`` if the processor reads items of one prompt as it reads them ``alone``."""
-    if joint is None or joint[0] != "".join(text for text, _ in alone):
+    if joint is None or joint[0].count(token) != sum(text.count(token) for text, _ in alone):
         return False
     for name, rule in rules.items():
         parts = [_tensor(made[name]) for _, made in alone]
@@ -387,6 +408,9 @@ def _joins(parts: list[Tensor], whole: Tensor, rule: str | int) -> bool:
         return whole.numel() == joined.numel() and torch.equal(joined, whole.reshape(joined.shape))
     if any(part.ndim != whole.ndim for part in parts):
         return False
+    if len(whole) == 1 < len(parts) and whole.ndim > 1:
+        # The first axis is that of prompts.
+        parts, whole = [part.flatten(0, 1) for part in parts], whole[0]
     # The processor may pad beyond the largest part.
     return torch.equal(padded([*parts, whole[:0]]), whole)
 
@@ -410,6 +434,7 @@ class OwnPart:
         rules: Rule of each tensor, see ``_rules``.
         files: Texts of the processor's files.
         several: Several items of one prompt are read as one by one.
+        apart: The text of an item depends neither on the words around it nor on other items.
         fixed: Every picture or frame has as many placeholders.
         bounds: Limits of pixels.
         around: Text around ``written`` in the chat template.
@@ -424,26 +449,45 @@ class OwnPart:
     rules: Mapping[str, str | int]
     files: Mapping[str, str]
     several: bool = True
+    apart: bool = True
     fixed: bool = False
     bounds: Bounds = (None, None)
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
     frames: EvenFrames = field(default_factory=EvenFrames)
-    _texts: dict[tuple[int, ...], str] = field(default_factory=dict, compare=False)
+    _texts: dict[object, str] = field(default_factory=dict, compare=False)
 
     def placeholder_text(self, extent: Extent) -> str:
-        shape = self._shape(extent.shape)
-        if shape not in self._texts:
-            blank = _blank(self.kind, shape)
-            text, _ = _call(self.processor, self.kind, f"a{self.written}b", [blank])
+        return self._text(f"a{self.written}b", (self.read_shape(extent.shape),))[1:-1]
+
+    def in_text(self, pieces: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
+        """Return a text with several items, as the processor writes it.
+
+        Args:
+            pieces: The texts before, between and after the items.
+            shapes: The shapes at which the items are read.
+        """
+        # The processor gets the characters next to items, so that it is called once for many texts.
+        ends = [piece if len(piece) < 3 else piece[0] + _CUT + piece[-1] for piece in pieces]
+        text = self._text(self.written.join(ends), tuple(shapes))
+        inner = [piece[1:-1] for piece in pieces if len(piece) > 2]
+        first, *rest = text.split(_CUT)
+        return first + "".join(cut + part for cut, part in zip(inner, rest, strict=True))
+
+    def _text(self, text: str, shapes: tuple[tuple[int, ...], ...]) -> str:
+        """Return ``text`` with placeholders for items of these shapes."""
+        key = (text, shapes)
+        if key not in self._texts:
+            items = [_blank(self.kind, shape) for shape in shapes]
+            made, _ = _call(self.processor, self.kind, text, items)
             # A data set may have pictures of very many sizes.
             if len(self._texts) == _KEPT:
                 self._texts.clear()
-            self._texts[shape] = text[1:-1]
-        return self._texts[shape]
+            self._texts[key] = made
+        return self._texts[key]
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        shape = self._shape(value.shape)
+        shape = self.read_shape(value.shape)
         if shape != value.shape:
             resized = [
                 np.asarray(Image.fromarray(frame).resize((shape[-2], shape[-3]), _BICUBIC))
@@ -488,7 +532,7 @@ class OwnPart:
         for name, text in self.files.items():
             (path / name).write_text(text, encoding="utf-8")
 
-    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def read_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape at which an item is read."""
         if self.kind == "audio":
             return shape
@@ -497,4 +541,6 @@ class OwnPart:
 
 _BICUBIC = Image.Resampling.BICUBIC
 _KEPT = 1024
-"""Number of sizes whose placeholders a part keeps."""
+"""Number of texts with placeholders that a part keeps."""
+_CUT = "\ufdd4"
+"""Stands for the inside of a text between items."""

@@ -128,6 +128,8 @@ _MINICPM = _Row(
         "image_id_end_token": "</image_id>",
     },
     "<|image_pad|>",
+    # The other order would amplify the rounding of its decay.
+    text={"layer_types": ["full_attention", "linear_attention"]},
     picture={"patch_size": 4, "scale_resolution": 32, "max_slice_nums": 4},
     vision={"insert_layer_id": 0},
     config={"insert_layer_id": 0, "image_size": 32},
@@ -270,6 +272,19 @@ _ROWS: dict[str, _Row] = {
     "cosmos3_edge": replace(_VISION_MARKS, text=_ROPE),
     "cosmos3_omni": replace(_VISION_MARKS, text=_ROPE, like="qwen3_vl"),
     "hyperclovax_vision_v2": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
+    "idefics2": _Row(
+        {"image_token": "<image>", "image_boundary_token": "<fake_token_around_image>"},
+        "<image>",
+        text={"sliding_window": None},
+        picture={"size": {"shortest_edge": 16, "longest_edge": 32}},
+        vision={
+            "resampler_n_latents": 4,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 16,
+        },
+        processor={"image_seq_len": 4},
+    ),
     "janus": _Row(
         {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
         "<image>",

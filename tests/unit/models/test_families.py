@@ -97,7 +97,7 @@ def test_a_family_without_a_row_is_refused_with_the_setting_that_allows_it(tmp_p
 
 
 UNKNOWN_WITH_PARTS = (
-    "idefics2",
+    "blip-2",
     "mllama",
     "qwen3_omni_moe",
 )

@@ -1,6 +1,8 @@
 """Families that read pictures by their own processor: the numbers of transformers' own forward on its own tensors."""
 
+import copy
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from transformers import AutoProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.utils import is_torchvision_available
 
+from lightrft.config.data import DataConfig, MediaConfig
 from lightrft.config.model import ModelConfig
+from lightrft.datasets.media.items import Item
+from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
@@ -21,8 +26,9 @@ from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.multimodal.towers import in_dtype
 from lightrft.models.processors import load_processor
 from lightrft.models.processors.base import bounded
-from lightrft.models.processors.own import _TEXT
+from lightrft.models.processors.own import _TEXT, _check_neighbours
 from lightrft.models.tiny import own, tiny_media_model, tiny_media_tokenizer
+from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 from lightrft.utils.errors import DataError, ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
@@ -40,12 +46,12 @@ def pictures(seed=0):
 def prompt_of(r, values):
     """A prompt of text and ``values``, put together item by item."""
     part = r.processor.parts["image"]
-    text, media = "see", {}
+    media = {}
     for value in values:
-        extent = Extent(value.shape)
-        text += part.placeholder_text(extent) + " or "
-        for name, tensor in part.inputs(value, extent).items():
+        for name, tensor in part.inputs(value, Extent(value.shape)).items():
             media.setdefault(name, []).append(tensor)
+    items = [(part, Extent(value.shape)) for value in values]
+    text = r.processor.expanded(["see", *[" or "] * len(items)], items)
     ids = r.tokenizer(text, add_special_tokens=False)["input_ids"]
     rows = {n: Ragged(torch.cat(t), torch.tensor([sum(map(len, t))])) for n, t in media.items()}
     return Prompt("0", ids, text, media=rows)
@@ -113,6 +119,85 @@ def test_sounds_are_read_as_the_familys_processor_and_forward_read_them(family, 
     assert made["input_ids"][0].tolist() == prompt.token_ids
     names = ("input_features", "input_features_mask")
     check_scores(r, prompt, {name: made[name] for name in names})
+
+
+@pytest.mark.parametrize("family", ["idefics2", "minicpmv4_6", "minicpmv4_7"])
+@pytest.mark.parametrize(
+    "pieces", [("", "", "", ""), ("a", "b", " c", ""), ("see ", "!", "<x>\n", "Which one?")]
+)
+def test_text_of_pictures_that_depends_on_its_place_is_that_of_the_processor(
+    family, pieces, tmp_path
+):
+    r = rig(family, tmp_path)
+    part = r.processor.parts["image"]
+    assert not part.apart and part.several
+    text = part.written.join(pieces)
+    images = [Image.fromarray(value) for value in pictures()]
+    made = part.processor(text=[text], images=[images], text_kwargs={"add_special_tokens": False})
+    items = [(part, Extent(value.shape)) for value in pictures()]
+    found = r.processor.expanded(pieces, items)
+    assert r.tokenizer(found, add_special_tokens=False)["input_ids"] == list(made["input_ids"][0])
+    apart = [part.placeholder_text(extent) for _, extent in items]
+    assert found != "".join(a + b for a, b in zip(pieces, [*apart, ""]))
+
+
+def test_a_processor_is_called_once_for_texts_that_differ_away_from_pictures(tmp_path):
+    part = rig("idefics2", tmp_path).processor.parts["image"]
+    shapes = [SIZES[0], SIZES[1]]
+    shapes = [(*size, 3) for size in shapes]
+    first = part.in_text(["one\n", "\nor two?", ""], shapes)
+    known = dict(part._texts)
+    second = part.in_text(["other words\n", "\nlonger than before?", ""], shapes)
+    assert part._texts == known
+    assert second == first.replace("one", "other words").replace("or two", "longer than before")
+
+
+def test_a_processor_that_looks_further_than_the_words_beside_pictures_is_refused(tmp_path):
+    part = rig("idefics2", tmp_path).processor.parts["image"]
+
+    class Counting(type(part.processor)):
+        def __call__(self, *, text, **options):
+            return super().__call__(text=[f"{len(text[0])}{text[0]}"], **options)
+
+    other = copy.copy(part.processor)
+    other.__class__ = Counting
+    with pytest.raises(ValueError, match="Counting: the text of one image depends on more than"):
+        _check_neighbours(replace(part, processor=other, _texts={}))
+
+
+def test_rows_with_pictures_side_by_side_have_the_ids_of_the_processor(tmp_path):
+    r = rig("idefics2", tmp_path)
+    part = r.processor.parts["image"]
+    for number, value in enumerate(pictures()):
+        Image.fromarray(value).save(tmp_path / f"{number}.png")
+    content = "<image><image>beside this one: <image>"
+    row = {"prompt": content, "images": ["0.png", "1.png", "2.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    data = DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], token_cache=None)
+    (prompt,) = PromptDataset(data, r.tokenizer, seed=0, processor=r.processor)
+    text = r.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    images = [Image.open(tmp_path / f"{number}.png") for number in range(3)]
+    made = part.processor(text=[text], images=[images], text_kwargs={"add_special_tokens": False})
+    assert prompt.token_ids == list(made["input_ids"][0])
+
+
+def test_a_text_of_a_request_has_one_mark_for_each_picture_whose_text_depends_on_its_place(
+    tmp_path,
+):
+    r = rig("idefics2", tmp_path)
+    encoder = SampleEncoder(r.tokenizer, r.processor, MediaConfig(), len(r.tokenizer))
+    items = []
+    for number, value in enumerate(pictures()[:2]):
+        Image.fromarray(value).save(tmp_path / f"{number}.png")
+        items.append(Item("image", f"{number}.png", "images.0", tmp_path))
+    part = r.processor.parts["image"]
+    shapes = [value.shape for value in pictures()[:2]]
+    found = encoder._with_places("a<image><image>b", items, "queries.0")
+    assert found == part.in_text(["a", "", "b"], shapes)
+    with pytest.raises(DataError, match=r"queries\.0 has 2 images, and 3 texts '<image>'"):
+        encoder._with_places("a<image><image><image>b", items, "queries.0")
 
 
 CLIP_FAMILIES = ["llava_next_video", "video_llava"]
