@@ -10,6 +10,14 @@ import re
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\\\w])")
+ANSWER_IS = (
+    r"(?:\b(?:antwort|réponse|respuesta|risposta|resposta|ответ)\**+\s*+"
+    r"(?:(?:ist|est|es|è|é)\b|[-–—:=])"
+    r"|(?:答案|答え|正解|정답|답)\**+\s*+(?:应?该?[是为]|就是|等于|は|은|는|[:：=]))"
+)
+"""Pattern of "the answer is" in other languages than English. Its time is linear in the text."""
+UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+"""Characters of scripts whose words follow a number without a space, for a class of a pattern."""
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 

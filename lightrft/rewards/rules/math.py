@@ -16,6 +16,7 @@ from typing import Any
 
 from lightrft.rewards.registry import REWARDS, OverBudget, ungraded_beyond
 from lightrft.rewards.rules.answer_extraction import (
+    ANSWER_IS,
     after_thinking,
     content_of,
     in_tags,
@@ -43,11 +44,15 @@ MOST_DIGITS = 5000
 _MARK = re.compile(r"####[ \t]*(.*)")
 # Possessive, so that the time is linear in the text.
 _SAID = re.compile(
-    r"\banswer\**+\s*+(?:is|are|equals|(?:would|must|should)\s++be|=|:)[\s:*]*+", re.IGNORECASE
+    r"(?:\banswer\**+\s*+(?:is|are|equals|(?:would|must|should)\s++be|=|:)"
+    rf"|{ANSWER_IS})[\s:：*]*+",
+    re.IGNORECASE,
 )
 _CLAUSE_END = re.compile(
-    r"\.(?=[*$]*+(?:\s|\Z))|;\s|\n"
+    r"\.(?=[*$]*+(?:\s|\Z))|;\s|\n|[。；！]|，(?!\d)"
+    r"|(?:です|である|だ|입니다|이다)(?=[*$.。]*+(?:\s|\Z))"
     r"|\s(?:--|—)\s|,?\s\(?(?:because|since|so|as|which|where|but|thus|hence|therefore|meaning|given\sthat)\b"
+    r"|,\s(?:da|denn|weil|porque|ya\sque|car|parce|perché|так\sкак|потому)\b"
     r"|,\s(?:and\s(?:so|thus|hence|therefore)|i\.e\.)",
     re.IGNORECASE,
 )
@@ -67,13 +72,13 @@ def math_reward(
 
     Without a label, the prompt's reference is used. The final answer is the last ``\boxed{}`` or
     ``####`` after any thinking, whichever comes later. Without one it is the text after "the answer
-    is". Else it is the whole response if that is a single expression. A response that cannot be
-    compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term
-    ``ungraded``.
+    is", ``答案是`` or the like in a few other languages. Else it is the whole response if that is a
+    single expression. A response that cannot be compared within ``CPU_SECONDS`` or the worker's
+    memory counts as wrong, with the term ``ungraded``.
 
-    A unit next to a number does not change it: ``12 apples`` is 12. Words such as ``dozen``,
-    ``squared``, ``half`` or ``more`` do, and so does a second quantity, as in ``6 hours and 30
-    minutes``.
+    A unit next to a number does not change it: ``12 apples`` and ``12个`` are 12. Words such as
+    ``dozen``, ``squared``, ``half`` or ``more`` do, and so does a second quantity, as in ``6 hours
+    and 30 minutes``.
 
     Args:
         last_number: As a last resort, take the last number of the response.
@@ -149,10 +154,14 @@ def _unmarked_answer(text: str, tagged: bool, last_number: bool) -> str | None:
         tagged: The text is the content of an ``<answer>`` tag.
         last_number: As a last resort, take the last number.
     """
-    said = [match.end() for match in _SAID.finditer(text)]
+    said = list(_SAID.finditer(text))
     if said:
-        end = _CLAUSE_END.search(text, said[-1])
-        return text[said[-1] : end.start() if end else None].strip(" \t\r*") or None
+        start = said[-1].end()
+        end = _CLAUSE_END.search(text, start)
+        answer = text[start : end.start() if end else None]
+        if "**" in said[-1][0]:  # whose other half is behind the number: **12** dollars
+            answer = re.sub(r"(?<=\S)\*\*(?=\s)", "", answer)
+        return answer.strip(" \t\r*") or None
     is_one_line = bool(text) and "\n" not in text
     if is_one_line and (tagged or _is_expression(text)):
         return text

@@ -6,7 +6,13 @@ import re
 from functools import lru_cache
 
 from lightrft.rewards.registry import REWARDS
-from lightrft.rewards.rules.answer_extraction import answer_part, last_box, reference_answer
+from lightrft.rewards.rules.answer_extraction import (
+    ANSWER_IS,
+    UNSPACED,
+    answer_part,
+    last_box,
+    reference_answer,
+)
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 
@@ -58,13 +64,15 @@ _OPENING = r"(?:\*\*|__|[`“（\ufeff\u200b]|\$|\\(?:text|textbf|textrm|textit|
 
 @lru_cache(maxsize=64)
 def _said(choices: str) -> re.Pattern[str]:
-    """Return the pattern of "the answer is (B)", but not of "the answer is A or B"."""
+    """Return the pattern of "the answer is (B)" and ``故选B``, but not of "the answer is A or B"."""
     letters = re.escape(choices)
     return re.compile(
-        r"(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+\**+\s*+"
+        r"(?:(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+\**+\s*+"
         r"(?:is|(?:would|must|should)\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
-        rf"{_OPENING}([{letters}])(?!(?!__)[\w'])"
+        rf"|{ANSWER_IS}[\s:：]*+|选[择项]?+[\s:：]*+)"
+        rf"{_OPENING}([{letters}])(?!(?!__)(?:(?![{UNSPACED}])\w|'))"
         rf"(?!\W*+(?<=\s)(?:or|and)\s++[(\[]?[{letters}]\b)"
+        rf"(?![)\]\s]*+[或和与、]\s*+[(\[（]?(?-i:[{letters}]))"
         # "B, C", "B/C" and "B & C", but not "B, A is wrong".
         rf"(?![)\]\s]*+[,/&]\s*+[(\[]?(?-i:[{letters}])[)\]]?+\s*+(?:\Z|[.,/&;]|(?:or|and)\b))",
         re.IGNORECASE,

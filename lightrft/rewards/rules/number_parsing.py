@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from lightrft.rewards.rules.answer_extraction import UNSPACED
+
 _UNICODE = str.maketrans(
     {
         "−": "-",
@@ -25,6 +27,8 @@ _UNICODE = str.maketrans(
         "\u00a0": " ",
         "\u202f": " ",
         "，": ",",
+        "：": ":",
+        "％": "%",
         "（": "(",
         "）": ")",
         # Marks without width: of the byte order, and between letters.
@@ -46,6 +50,7 @@ _SPACE = "".join(filter(str.isspace, map(chr, range(0x3001))))
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
+_LETTERS = "A-Za-zÀ-ÖØ-öø-ɏА-яЁё"
 _FUNCTIONS = frozenset(
     word
     for row in (
@@ -57,7 +62,7 @@ _FUNCTIONS = frozenset(
 _PIECE = re.compile(
     r"\\(?:begin|end|color|textcolor)\s*\{[^{}]*\}"
     r"|\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{(?P<text>[^{}]*)\}"
-    r"|\\[A-Za-z]+|(?P<bare>[A-Za-z]{2,})|[^\\A-Za-z]+|.",
+    rf"|\\[A-Za-z]+|(?P<bare>[{_LETTERS}]{{2,}}|[{UNSPACED}]+)|[^\\{_LETTERS}{UNSPACED}]+|.",
     re.DOTALL,
 )
 _POWER = re.compile(r"\s*(?:\^\s*\{?\s*([23])(?!\d)\s*\}?|([²³]))")
@@ -85,6 +90,13 @@ _MULTIPLES = {
     "trillion": 10**12,
 }
 """Words after a number that multiply it, without their plural."""
+_TENS = {
+    **dict.fromkeys(("百万", "百萬", "백만"), 10**6),
+    **dict.fromkeys(("千万", "千萬", "천만"), 10**7),
+    **dict.fromkeys("万萬만", 10**4),
+    **dict.fromkeys("亿億억", 10**8),
+}
+"""The same in Chinese, Japanese and Korean, where no space is before them."""
 _UNITS = {
     alias: names.split()[0]
     for names in (
@@ -131,10 +143,20 @@ _NOT_UNITS = frozenset(
         "millions billion billions trillion trillions lakh lakhs crore crores zero one two three",
         "four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
         "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
+        "und oder dutzend hundert tausend millionen milliarden halb prozent mal",
+        "mille milliard milliards douzaine douzaines demi demie moitié fois cent",
+        "mil millones millón docena docenas cien cientos medio media mitad veces",
+        "или дюжин дюжины сто тысяч тысячи тысяча миллион миллиона миллионов процентов раз",
     )
     for word in row.split()
 )
 """Words next to a number that change it. All other words, such as ``apples``, are units."""
+_CHANGES = re.compile(
+    "[百千万萬亿億兆十零一二三四五六七八九两兩半多余餘几幾打倍成折加减減乘除和与與或及至到约約]"
+    "|分之|[백천만억반배]"
+)
+"""What changes a number before it in Chinese, Japanese or Korean, unless it is in ``_WHOLE``."""
+_WHOLE = re.compile("千[克米瓦卡]")
 _ARTICLES = frozenset({"a", "an", "per", "of", "each", "the", "in", "at"})
 
 
@@ -161,7 +183,7 @@ def tidy(text: str) -> str:
     # Delimiters are nested in any order, e.g. **$5$.**. A written answer has few levels of them.
     for _ in range(_LEVELS):
         before = text
-        text = text.lstrip(_SPACE + ";:").rstrip(_SPACE + ";:.,\\")
+        text = text.lstrip(_SPACE + ";:").rstrip(_SPACE + ";:.,。\\")
         for wrapped in _WRAPPED:
             whole = wrapped.fullmatch(text)
             if whole is None:
@@ -204,7 +226,7 @@ def maths_and_words(text: str) -> tuple[list[str], list[str]]:
         is_words = inner is not None and _has_words(inner)
         if bare:
             is_words = bare not in _FUNCTIONS and (
-                len(bare) > 3 or bare in _UNITS or bare in _NOT_UNITS
+                len(bare) > 3 or bare in _UNITS or bare in _NOT_UNITS or not bare.isascii()
             )
         elif inner and inner.strip() in _FUNCTIONS:
             is_words = False
@@ -238,7 +260,7 @@ def written_out(text: str) -> str:
 
 def _has_words(text: str) -> bool:
     """Return whether the content of a text command has a word or is a unit of one letter."""
-    return bool(re.search("[A-Za-z]{2}", text)) or text.strip() in _UNITS
+    return bool(re.search(f"[{_LETTERS}]{{2}}|[{UNSPACED}]", text)) or text.strip() in _UNITS
 
 
 def is_unit(words: str) -> bool:
@@ -300,9 +322,13 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
     if percent:
         text = text[percent.end() :]
         spaced = True
-    words = text.split()
     power = 1
-    if words and spaced:
+    for name, factor in _TENS.items():
+        if text.lstrip().startswith(name):
+            text, power = text.lstrip().removeprefix(name), factor
+            break
+    words = text.split()
+    if words and spaced and power == 1:
         word = words[0].lower()
         power = _MULTIPLES.get(word) or _MULTIPLES.get(word.removesuffix("s"), 1)
         words = words[1:] if power > 1 else words
@@ -319,9 +345,12 @@ def _unit(words: Sequence[str], spaced: bool) -> str | None:
         words: Follow a number.
         spaced: True if white space is between them.
     """
-    if not re.fullmatch(r"[A-Za-z][A-Za-z./'\- ]*(?:\^?\{?[23²³]\}?)?", " ".join(words)):
+    text = " ".join(words)
+    if re.fullmatch(rf"[{UNSPACED} ]+", text):
+        return None if _CHANGES.search(_WHOLE.sub("", text)) else ""
+    if not re.fullmatch(rf"[{_LETTERS}][{_LETTERS}./'\- ]*(?:\^?\{{?[23²³]\}}?)?", text):
         return None
-    bare = [re.sub(r"[^A-Za-z]", "", word) for word in words]
+    bare = [re.sub(f"[^{_LETTERS}]", "", word) for word in words]
     # "3x" is a product; "3m" is a length.
     if not spaced and bare[0] not in _UNITS:
         return None

@@ -331,6 +331,12 @@ def test_exact_match(text, label, options, reward):
         ("The answer is B.", "B"),
         ("The answer is (B).", "B"),
         ("The correct answer is: **B**", "B"),
+        ("故选B。", "B"),
+        ("正确答案：(B)", "B"),
+        ("选项C不对，所以答案是B的说法。", "B"),
+        ("La respuesta correcta: A no. La respuesta es (B).", "B"),
+        ("答案为B或C", None),
+        ("正确答案为A、C", None),
         ("Answer: B", "B"),
         ("ANSWER: $B$", "B"),
         ("**Answer:** B", "B"),
@@ -472,6 +478,18 @@ SAID = [
     ("1234", "The answer is 1,234 dollars, as computed."),
     ("1/2", "The answer is 1/2, which is half."),
     ("(1,2)", "The answer is (1, 2)."),
+    ("12", "The answer is **12** dollars."),
+    ("12", "所以，答案是12。"),
+    ("12", "最终答案：**12**"),
+    ("12", "答案应为 **12** 元。"),
+    ("12", "答案是 12，因为 3*4=12。"),
+    ("1200", "答案为1，200元"),
+    ("120000", "答案是12万元。"),
+    ("12", "答えは12個です。"),
+    ("12", "정답은 12개입니다."),
+    ("12", "La respuesta es 12."),
+    ("12", "Die Antwort ist 12, da 3*4=12."),
+    ("12", "Ответ: 12 рублей."),
 ]
 NOT_SAID = [
     ("12", "The answer is 13, because 12 is too few."),
@@ -479,6 +497,11 @@ NOT_SAID = [
     ("12", "The answer is 12 or 13."),
     ("12", "The answer is 12 dozen."),
     ("12", "The answer is"),
+    ("12", "答案是12万。"),
+    ("12", "答案是13，因为12太少。"),
+    ("12", "答案是12或13。"),
+    ("12", "答案是正确的。"),
+    ("12", "La respuesta es 12 docenas."),
 ]
 
 
@@ -504,10 +527,12 @@ UNITS = (
         "red apples",
     ),
     *("degrees", "years", "students", "pairs", "quarters", "ways", "balls", "cents"),
+    *("个", "个苹果", "厘米", "千克", "人民币", "円", "개", "рублей", "manzanas", "Äpfel"),
 )
 CHANGES = (
     *("dozen", "hundred", "thousand", "million", "gross", "squared", "cubed", "factorial", "half"),
     *("thirds", "hundredths", "or more", "and 30 minutes", "out of 20", "plus 5", "times", "fold"),
+    *("万", "亿", "打", "倍", "多个", "小时30分钟", "만", "docenas", "Dutzend", "тысяч", "y medio"),
     *("remainder 2", "modulo 5", "less than x", "not", "score", "twice", "percent of 30", "mod 7"),
 )
 
