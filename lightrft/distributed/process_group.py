@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+NOTICE_SECONDS = 20.0
+"""Time after which a rank says that it waits for others at the start."""
+
 
 class ProcessGroup(Protocol):
     """A group of processes. ``rank`` is this process's index in ``range(size)``.
@@ -414,6 +417,8 @@ def _meeting(minutes: float) -> tuple[Store, int, int]:
     """Wait until all ranks have arrived, and return a fresh store, this rank and the number of
     ranks.
 
+    After ``NOTICE_SECONDS``, a warning says that this rank waits, and where.
+
     Raises ``LostRankError`` when they do not arrive in time.
     """
     import torch.distributed as dist
@@ -422,6 +427,17 @@ def _meeting(minutes: float) -> tuple[Store, int, int]:
     address, port, *_, size = place = tuple(
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     )
+    notice = threading.Timer(
+        NOTICE_SECONDS,
+        log.warning,
+        (
+            f"rank {os.environ.get('RANK')} waits for all {size} processes to meet at "
+            f"{address}:{port} (MASTER_ADDR, MASTER_PORT), for at most "
+            f"strategy.timeout_minutes = {minutes:g} minutes",
+        ),
+    )
+    notice.daemon = True
+    notice.start()
     try:
         if place not in _stores:
             _stores[place] = _store_at(address, port, limit)
@@ -435,6 +451,8 @@ def _meeting(minutes: float) -> tuple[Store, int, int]:
             f"have not within strategy.timeout_minutes = {minutes:g} minutes "
             f"({first_line(error)}); see that all were started and can reach that address"
         ) from error
+    finally:
+        notice.cancel()
 
 
 def _store_at(address: str, port: str, limit: timedelta) -> tuple[Store, int, int]:

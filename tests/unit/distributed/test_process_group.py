@@ -197,14 +197,16 @@ def test_processes_that_are_started_anew_find_nothing_of_those_before_in_the_sto
 
 
 def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
+    monkeypatch.setattr("lightrft.distributed.process_group.NOTICE_SECONDS", 0.0)
     for name, value in at(port, 0).items():
         monkeypatch.setenv(name, value)
     said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout_minutes = 0\.01 minutes"
     with pytest.raises(LostRankError, match=said), init_process_group(0.01):
         pass
+    assert f"rank 0 waits for all 2 processes to meet at 127.0.0.1:{port}" in caplog.text
 
 
 @pytest.mark.parametrize(
