@@ -35,6 +35,7 @@ from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
 from lightrft.models.families import FAMILIES, MEMBERS, Family
+from lightrft.observability.events import EVENTS, OF_ROLLOUTS
 from lightrft.observability.metric_table import METRICS
 from lightrft.trainer.phases import PHASES
 
@@ -116,6 +117,8 @@ def python_stub() -> str:
     for cls in dict.fromkeys((Settings, *_branches(), *VERBS.values())):
         if cls.__name__ in {*used, "Settings"}:
             modules.setdefault(cls.__module__, []).append(cls.__name__)
+    for event in EVENTS.values():
+        modules.setdefault(event.__module__, []).append(event.__name__)
     imports = sorted(
         f"from {module} import {', '.join(sorted(n))}" for module, n in modules.items()
     )
@@ -126,7 +129,6 @@ def python_stub() -> str:
         "from typing import Any, Literal, TypeAlias",
         "",
         "from lightrft.api.policy import Policy as Policy",
-        "from lightrft.api.progress import StepEvent",
         "from lightrft.api.run import Run as Run",
         *imports,
         "",
@@ -154,7 +156,10 @@ def _signature(name: str, cls: type[Settings]) -> str:
     if "reward" in cls.model_fields:
         fields.append("rewards: Any = ...")
     if result == "Run":
-        fields.append("on_step: Callable[[StepEvent], object] | None = ...")
+        for keyword, event in EVENTS.items():
+            if keyword != "on_rollouts" or name in (*OF_ROLLOUTS, "grm"):
+                kind = f"Callable[[{event.__name__}], object]"
+                fields.append(f"{keyword}: {kind} | None = ...")
     rows = [f"    {one}," for one in [*first, "*configs: Given", *fields, "**settings: Any"]]
     lines = [f'    """{FUNCTIONS[name].__doc__}', "", "    Args:"]
     for field in cls.model_fields:

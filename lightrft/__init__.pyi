@@ -4,7 +4,6 @@ from os import PathLike
 from typing import Any, Literal, TypeAlias
 
 from lightrft.api.policy import Policy as Policy
-from lightrft.api.progress import StepEvent
 from lightrft.api.run import Run as Run
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
@@ -22,6 +21,7 @@ from lightrft.config.serving import BatchingConfig, HTTPConfig
 from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import CriticConfig, DistillationConfig, PRMConfig, PtxConfig, RLTrainConfig, TrainConfig, ValueModelConfig
 from lightrft.config.verbs import DPOConfig, KTOConfig, SFTConfig
+from lightrft.observability.events import CheckpointEvent, EndEvent, EvalEvent, RolloutsEvent, StartEvent, StepEvent
 
 Given: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings
 Data: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings | Iterable[Any]
@@ -55,7 +55,12 @@ def rl(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
+    on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model by reinforcement learning from rewards.
@@ -107,7 +112,11 @@ def sft(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Fine-tune a model on conversations, with the loss on assistant tokens.
@@ -158,7 +167,11 @@ def dpo(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model on preferred and rejected, or ranked, responses: DPO and its family.
@@ -214,7 +227,11 @@ def kto(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model on responses that are labelled as desirable or not: KTO, BCO.
@@ -264,7 +281,11 @@ def rm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a reward model on preferred and rejected, ranked or rated responses.
@@ -307,7 +328,11 @@ def prm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a process reward model on responses whose steps have labels.
@@ -360,7 +385,12 @@ def grm(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
+    on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a judge of responses by ``method``: sft, rl or dpo.
@@ -418,7 +448,11 @@ def distill(
     steps: int = ...,
     epochs: int = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Train a model towards a teacher's distributions, on given or on sampled responses.
@@ -471,7 +505,11 @@ def iterate(
     dpo: DPOConfig | Mapping[str, Any] | None = ...,
     kto: KTOConfig | Mapping[str, Any] | None = ...,
     rewards: Any = ...,
+    on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
+    on_eval: Callable[[EvalEvent], object] | None = ...,
+    on_checkpoint: Callable[[CheckpointEvent], object] | None = ...,
+    on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
     """Repeat: generate, select by reward, and train.

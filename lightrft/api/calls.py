@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightrft.api.inputs import FOLDER, is_rows, plain, rows_of_columns
-from lightrft.api.progress import OnStep, watching
+from lightrft.api.progress import watching
 from lightrft.api.run import Run, json_lines
 from lightrft.api.start import check_trained, import_function, memory_errors, program, started
 from lightrft.api.verbs import (
@@ -33,6 +33,7 @@ from lightrft.config.verbs import (
     RLConfig,
     TrainingConfig,
 )
+from lightrft.observability.events import EVENTS, OF_ROLLOUTS, Callbacks, RolloutsEvent
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.utils.atomic_files import write_atomic
@@ -60,16 +61,15 @@ SHORT = {
 first one that the verb has."""
 
 
-def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: Any) -> Any:
+def call(verb: str, *configs: Given, **settings: Any) -> Any:
     """Run a verb, and return its result.
 
     Args:
         verb: The name of the verb.
         configs: Settings: first YAML files, then the others, each merged left to right.
-        on_step: Called after each step of a verb that trains, in this process. Its argument has
-            ``number``, ``metrics`` and ``stop()``.
         settings: Settings by name, merged over ``configs``. A name may be dotted. A function, rows
-            or a model may stand where its name or path does.
+            or a model may stand where its name or path does. Names of ``EVENTS`` are callbacks,
+            which are called in this process.
 
     Returns:
         A ``Run`` for verbs that train, the server for verbs that serve, a frame of the written rows
@@ -78,18 +78,16 @@ def call(verb: str, *configs: Given, on_step: OnStep | None = None, **settings: 
     Raises:
         ConfigError: Lists every problem of the settings.
     """
+    callbacks = _callbacks(verb, settings)
+    settings = {name: value for name, value in settings.items() if name not in EVENTS}
     if verb in TRAINED:
         cls, function = TRAINED[verb]
         config = plain_settings(read(cls, configs, settings))
-        return _trained(verb.removeprefix("grm-"), function, config, on_step)
+        return _trained(verb.removeprefix("grm-"), function, config, callbacks)
     others = {**ONE_PROCESS, **SERVING}
     if verb not in others:
         hint = did_you_mean(verb, {**TRAINED, **others})
         raise ConfigError(f"there is no function of the verb {verb!r}{hint}")
-    if on_step is not None:
-        raise ConfigError(
-            f"on_step is called by verbs that train, and {verb} does not; leave it out"
-        )
     config = read(others[verb].settings, configs, settings)
     threads = 0 if isinstance(config, FolderConfig) else _threads(config)
     with show_warnings():
@@ -166,14 +164,36 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
     return found
 
 
-def _trained(verb: str, function: str, config: Any, on_step: OnStep | None) -> Run:
+def _callbacks(verb: str, settings: Mapping[str, Any]) -> Callbacks:
+    """Return the callbacks among ``settings``. Raise ``ConfigError`` for one without events."""
+    found = {
+        name: value for name, value in settings.items() if name in EVENTS and value is not None
+    }
+    for name, value in found.items():
+        if not callable(value):
+            raise ConfigError(
+                f"{name} = {value!r} is no function; give one whose argument is the event"
+            )
+        if verb not in TRAINED:
+            raise ConfigError(
+                f"{name} is called by verbs that train, and {verb} does not; leave it out"
+            )
+        if name == RolloutsEvent.name and verb not in OF_ROLLOUTS:
+            raise ConfigError(
+                f"{name} is called by {' and '.join(OF_ROLLOUTS)}, and {verb} has no such event; "
+                "leave it out"
+            )
+    return found
+
+
+def _trained(verb: str, function: str, config: Any, callbacks: Callbacks) -> Run:
     """Train, and return the run. It is also returned if it was stopped, as by Ctrl-C.
 
     Args:
         verb: Name of the verb.
         function: Its function, as ``module:name``.
         config: Settings of the run.
-        on_step: As in ``call``.
+        callbacks: Functions of events, by keyword.
     """
     path = config.run.folder
     with show_warnings():
@@ -181,15 +201,15 @@ def _trained(verb: str, function: str, config: Any, on_step: OnStep | None) -> R
             check_algorithm(config)
         run_here = partial(import_function, function, config.run.threads)
         if not isinstance(config, IterateConfig):
-            if on_step is not None and is_elsewhere(config):
+            if callbacks and is_elsewhere(config):
                 raise ConfigError(
-                    "on_step is called in this process, and launch starts others; leave it out, or "
-                    "start this program itself with torchrun"
+                    f"{next(iter(callbacks))} is called in this process, and launch starts others; "
+                    "leave it out, or start this program itself with torchrun"
                 )
             if _in_processes(verb, config):
                 return Run(path)
             run_here = partial(program, function, config)
-        with watching(config.run, on_step) as observer:
+        with watching(config.run, callbacks) as observer:
             summary = run_here()(config, observer)
     check_trained(summary)
     return Run(path)

@@ -77,7 +77,6 @@ class Policy:
         config: RLConfig = read(RLConfig, configs, settings)
         requirements = check(config)
         check_own_loop(config)
-        self.config = config
         set_threads(config.run.threads)
         self._stack = ExitStack()
         try:
@@ -103,6 +102,11 @@ class Policy:
         run.begin()
         resume_from_checkpoint(run)
         return run, begin_steps(run)
+
+    @property
+    def config(self) -> RLConfig:
+        """The settings of the run, as callbacks of an earlier process changed them."""
+        return self._run.config
 
     @property
     def step(self) -> int:

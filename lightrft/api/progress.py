@@ -5,14 +5,16 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightrft.api.start import check_trained, exit_status
 from lightrft.config.run import RunConfig
 from lightrft.distributed.process_group import first_rank
+from lightrft.observability.events import Callbacks, RunEvent
 from lightrft.observability.progress_bar import Progress
 from lightrft.utils.errors import UserError, first_line, without_overwrite
 
@@ -20,38 +22,15 @@ ACCURACIES = {"heldout_before": " before training", "heldout_after": " after tra
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
 
 
-class StepEvent:
-    """A finished step, as ``on_step`` gets it.
-
-    Attributes:
-        number: Number of the step; 0 for an evaluation before the first one.
-        phase: The verb, or a part of it.
-        metrics: Its metrics by name.
-        stopped: ``stop`` was called.
-    """
-
-    def __init__(self, row: Mapping[str, Any]) -> None:
-        self.number = int(row["step"])
-        self.phase = str(row.get("phase", ""))
-        self.metrics = dict(row)
-        self.stopped = False
-
-    def stop(self) -> None:
-        """Stop the run after this step. It writes a checkpoint, and can be resumed."""
-        self.stopped = True
-
-
-OnStep = Callable[[StepEvent], object]
-"""A function that is called after each step."""
-
-
 class ProgressObserver:
-    """An observer that shows a progress bar for each phase of a run, and calls ``on_step``."""
+    """An observer that shows a progress bar for each phase of a run, and calls ``callbacks``."""
 
-    def __init__(self, stack: ExitStack, enabled: bool, on_step: OnStep | None = None) -> None:
+    def __init__(
+        self, stack: ExitStack, enabled: bool, callbacks: Callbacks = MappingProxyType({})
+    ) -> None:
         self._stack = stack
         self._enabled = enabled
-        self._on_step = on_step
+        self._callbacks = callbacks
         self._progress: Progress | None = None
 
     def begin(self, title: str, total: int, done: int) -> None:
@@ -67,26 +46,29 @@ class ProgressObserver:
             Progress(total, title, done=done, enabled=self._enabled)
         )
 
-    def update(self, row: Mapping[str, Any]) -> str | None:
-        """Advance the progress bar with the metrics of a step. Return a reason to stop, or None."""
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Advance the progress bar with the metrics of a step."""
         if self._progress is not None:
             self._progress.update(row)
-        if self._on_step is None:
-            return None
-        self._on_step(step := StepEvent(row))
-        return "on_step" if step.stopped else None
 
     def note(self, text: str) -> None:
         """Print lines of text above the progress bar."""
         if self._progress is not None:
             self._progress.note(text)
 
+    def event(self, event: RunEvent) -> None:
+        """Call the callback of an event, if there is one."""
+        if event.name in self._callbacks:
+            self._callbacks[event.name](event)
+
 
 @contextmanager
-def watching(run: RunConfig, on_step: OnStep | None = None) -> Generator[ProgressObserver]:
-    """Provide an observer for one run, which calls ``on_step`` after each step."""
+def watching(
+    run: RunConfig, callbacks: Callbacks = MappingProxyType({})
+) -> Generator[ProgressObserver]:
+    """Provide an observer for one run, which calls ``callbacks``."""
     with ExitStack() as stack:
-        yield ProgressObserver(stack, run.progress, on_step)
+        yield ProgressObserver(stack, run.progress, callbacks)
 
 
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightrft.api.progress import OnStep, closing_lines
+from lightrft.api.progress import closing_lines
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig
 from lightrft.config.run import RunConfig
@@ -188,17 +188,17 @@ class Run:
             found = [str(row["response"]) for row in json_lines(output)]
         return found[0] if isinstance(prompts, str) else found
 
-    def resume(self, *, on_step: OnStep | None = None, **settings: Any) -> Run:
+    def resume(self, **settings: Any) -> Run:
         """Go on from the newest checkpoint of the run, and return the run.
 
         Args:
-            on_step: Called after each step.
-            settings: Settings that may differ when a run resumes, such as ``steps``.
+            settings: Settings that may differ when a run resumes, such as ``steps``, and callbacks
+                such as ``on_step``.
         """
         from lightrft.api.calls import call
 
         resumed = {"run.resume": "auto", "run.overwrite": False}
-        return call(self.verb, self.config, resumed, on_step=on_step, **settings)
+        return call(self.verb, self.config, resumed, **settings)
 
     def __repr__(self) -> str:
         run = build(RunConfig, self.config["run"])

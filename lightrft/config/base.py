@@ -161,7 +161,7 @@ def load_settings(
         _merge(tree, expand_shorthand(cls, branch), "command line", sources)
     for given in trees:
         for key, value in given.items():
-            _merge(tree, expand_shorthand(cls, _below(key, value)), "Python", sources)
+            _merge(tree, expand_shorthand(cls, below(key, value)), "Python", sources)
     settings = build(cls, tree, sources, problems)
     return Loaded(settings, sources)
 
@@ -282,7 +282,7 @@ def expand_shorthand(cls: type[Settings], tree: Mapping[str, object]) -> Tree:
         first = key.partition(".")[0] if isinstance(key, str) else key
         more = {key: value}
         if first != key and first in cls.model_fields:
-            more = expand_shorthand(cls, _below(key, value))
+            more = expand_shorthand(cls, below(key, value))
         elif (entry := _entry(cls, key, value)) is not None:
             more = {key: _entries(entry, value)}
         elif (branch := _branch(cls, key)) is not None:
@@ -400,10 +400,10 @@ def _parse_override(text: str) -> Tree:
             f"{key}: {value!r} is not a YAML value: {error}; to give it as text, put quotes inside "
             f"the quotes: {key}='\"...\"'"
         ) from None
-    return _below(key, leaf)
+    return below(key, leaf)
 
 
-def _below(key: str, leaf: object) -> Tree:
+def below(key: str, leaf: object) -> Tree:
     """Return the tree with ``leaf`` at the dotted ``key``."""
     first, *below = key.split(".")
     for part in reversed(below):

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from lightrft.distributed.ray_cluster import ActorHandle, ResultRef, package
+from lightrft.observability.events import RunEvent
 from lightrft.observability.logging_setup import FILE_ONLY, ROOT
 from lightrft.observability.trackers import Row
 
@@ -78,6 +79,10 @@ class EventReporter(logging.Handler):
     def note(self, text: str) -> None:
         """Forward lines of text."""
         self.tell("note", text)
+
+    def event(self, event: RunEvent) -> None:
+        """Callbacks are functions of the program, which has no ranks on Ray."""
+        return
 
     def emit(self, record: logging.LogRecord) -> None:
         """Forward a log record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from lightrft.observability.events import RunEvent
 from lightrft.observability.trackers import Row
 
 
@@ -32,6 +33,10 @@ class Observer(Protocol):
         """Show lines of text."""
         ...
 
+    def event(self, event: RunEvent) -> None:
+        """Call the callback of an event."""
+        ...
+
 
 class NullObserver:
     """An observer that ignores all calls."""
@@ -43,4 +48,7 @@ class NullObserver:
         return
 
     def note(self, text: str) -> None:
+        return
+
+    def event(self, event: RunEvent) -> None:
         return

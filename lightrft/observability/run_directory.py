@@ -17,6 +17,7 @@ import yaml
 from lightrft.config.base import Settings, dotted
 from lightrft.config.run import LogConfig
 from lightrft.config.setting_paths import made_absolute
+from lightrft.observability.events import CHANGES, SettingChange
 from lightrft.observability.input_digests import FILE as INPUTS
 from lightrft.observability.input_digests import (
     MEASURED,
@@ -30,7 +31,7 @@ from lightrft.observability.replaced_run import discard, recover, set_aside
 from lightrft.observability.rollout_writer import Attached, RolloutWriter
 from lightrft.observability.trackers import JsonLinesTracker, Row, Sample, TensorBoard, Tracker
 from lightrft.observability.tracking_services import TRACKED, follow
-from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
+from lightrft.utils.atomic_files import disk_errors, json_line, write_atomic, write_json
 from lightrft.utils.errors import RESUMES, ConfigError
 from lightrft.utils.yaml_text import parse_yaml, tree_to_yaml
 
@@ -46,6 +47,7 @@ OURS = (
     *(
         "metrics.jsonl",
         TRACKED,
+        CHANGES,
         "log.txt",
         "summary.json",
         "samples.json",
@@ -223,6 +225,18 @@ class RunDirectory:
         for tracker in self._trackers:
             tracker.log(row, samples)
 
+    def changes(self) -> list[SettingChange]:
+        """Return the changed settings of the run, as callbacks asked for them."""
+        file = self.path / CHANGES
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        # A killed process leaves an incomplete last line.
+        return [SettingChange(**json.loads(line)) for line in text.split("\n")[:-1]]
+
+    def record_change(self, change: SettingChange) -> None:
+        """Add a changed setting to ``changes.jsonl``, before a checkpoint that has it."""
+        lines = [*self.changes(), change]
+        write_atomic(self.path / CHANGES, "".join(json_line(line) + "\n" for line in lines))
+
     def show_samples(self, samples: Sequence[Sample]) -> None:
         """Send ``samples`` to the trackers, with the next row of metrics."""
         self._samples = samples
@@ -333,6 +347,12 @@ class ReadOnlyRunDirectory(RunDirectory):
         return
 
     def log(self, row: Row) -> None:
+        return
+
+    def changes(self) -> list[SettingChange]:
+        return []
+
+    def record_change(self, change: SettingChange) -> None:
         return
 
     def show_samples(self, samples: Sequence[Sample]) -> None:

@@ -344,6 +344,14 @@ def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, tot
         group["lr"] = group["rate"] * lr_factor(step, total, config)
 
 
+def change_lr(state: TrainState, lr: float) -> None:
+    """Replace the learning rate of a model from its next step on. The schedule continues."""
+    state.config = state.config.model_copy(update={"lr": lr})
+    for group in state.optimizer.param_groups:
+        group["rate"] = lr
+    set_lr(state.optimizer, state.config, state.inner.step, state.inner.total)
+
+
 def parameter_groups(
     model: nn.Module,
     shapes: Mapping[str, tuple[int, ...]],

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import EngineConfig
@@ -18,6 +18,7 @@ from lightrft.learner.controllers import Controllers
 from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import load_reference_state, reference_state
 from lightrft.models.processors import load_processor
+from lightrft.observability.events import RolloutsEvent, SettingChange
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.run_health import Health
@@ -38,8 +39,8 @@ from lightrft.trainer.phases import StepContext
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
 from lightrft.trainer.run_session import RunSession
-from lightrft.trainer.training_loop import run_training
-from lightrft.utils.errors import UserError, before_update
+from lightrft.trainer.training_loop import TrainingRun, run_training
+from lightrft.utils.errors import ConfigError, UserError, before_update
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.engine_kinds import check_media, kinds_to_check
 from lightrft.workers.local import check_tokenizers, local_roles, local_tokenizer
@@ -60,6 +61,11 @@ class RLRun(PolicyRun):
     stream: PromptStream
     controllers: Controllers
     async_generator: AsyncGenerator | None = None
+    changeable: ClassVar[tuple[str, ...]] = (
+        "optimizer.lr",
+        "sampling.temperature",
+        "algorithm.kl.coef",
+    )
     _drawn: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,6 +122,31 @@ class RLRun(PolicyRun):
         self.report(result)
         return result.metrics
 
+    def with_change(self, name: str, value: Any) -> RLConfig:
+        """See ``TrainingRun.with_change``."""
+        found = TrainingRun.with_change(self, name, value)
+        rollout = self.config.rollout
+        if name == "sampling.temperature" and (rollout.staleness or rollout.partial):
+            raise ConfigError(
+                f"{name} cannot change with rollout.staleness or rollout.partial: responses of the "
+                "earlier temperature are under way; leave them out"
+            )
+        if check(found) != self.requirements:
+            raise ConfigError(
+                f"{name} = {value!r} changes what the run needs, such as a reference model or "
+                "sampling at all; start a new run with it"
+            )
+        return found
+
+    def change(self, change: SettingChange, *, is_new: bool) -> None:
+        """See ``TrainingRun.change``."""
+        TrainingRun.change(self, change, is_new=is_new)
+        if change.name == "algorithm.kl.coef":
+            kl = self.controllers.kl
+            kl.config = self.config.algorithm.kl
+            if is_new:
+                kl.coef = kl.config.coef
+
     def report(self, result: StepResult) -> None:
         """Write rollouts and batch of a step if the settings ask for them, and say what failed."""
         config, session = self.config, self.session
@@ -124,6 +155,7 @@ class RLRun(PolicyRun):
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d responses were not scored: %s", done, count, reason)
         self.health.examples = examples(result.collected.rollouts)
+        session.fire(RolloutsEvent, done, rollouts=result.collected.rollouts)
         if config.log.samples and session.ranks.rank == 0:
             session.observer.note(table(done, result.collected.rollouts, config.log.samples))
             session.folder.show_samples(sample_rows(result.collected.rollouts, config.log.samples))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightrft.config.base import build, to_yaml
 from lightrft.config.model import loading_settings
@@ -24,6 +24,7 @@ from lightrft.distributed.process_group import (
     run_on_all_ranks,
     run_with_keepalive,
 )
+from lightrft.observability.events import CheckpointEvent, Requests, RunEvent, SettingChange
 from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirectory
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 
 UNEVALUATED = "is_unevaluated"
 """Key of the state of a step whose weights were not sent, or whose evaluation failed."""
+CHANGED = "changes"
+"""Key of the state of a run whose settings were changed by callbacks."""
 MAY_DIFFER = (
     "run",
     "checkpoint",
@@ -96,6 +99,9 @@ class Resumable(Protocol):
 class RunSession:
     """One run, from opening to closing its folder. ``seconds`` continue over a resume.
 
+    ``applied`` are changed settings, which checkpoints hold. ``pending`` are those of steps that a
+    resumed run takes again, and ``originals`` the values before all changes.
+
     ``at_risk`` is the most work that a kill could have cost so far. It is measured in seconds and
     in steps since the last checkpoint or the start.
     """
@@ -113,6 +119,10 @@ class RunSession:
     saved_step: int | None = None
     peak_tflops: float | None = None
     at_risk: tuple[float, int] = (0.0, 0)
+    requests: Requests = field(default_factory=Requests)
+    applied: list[SettingChange] = field(default_factory=list)
+    pending: list[SettingChange] = field(default_factory=list)
+    originals: dict[str, Any] = field(default_factory=dict)
     _saved_time: float = field(default_factory=_now)
     _tried_time: float = field(default_factory=_now)
     _first_step: int = 0
@@ -211,6 +221,28 @@ class RunSession:
         path, manifest = found
         return path, manifest.step
 
+    def fire(self, event: type[RunEvent], number: int, **fields: Any) -> None:
+        """Call the callback of an event, and take over its request to stop.
+
+        Args:
+            event: The kind of event.
+            number: Number of completed steps.
+            fields: Further fields of the event.
+        """
+        self.observer.event(
+            event(number=number, phase=self.phase, requests=self.requests, **fields)
+        )
+        if self.requests.stop:
+            self.stop.request(self.requests.stop)
+
+    def asked(self) -> Requests:
+        """Return what callbacks asked for. Rank 0, which calls them, decides for all ranks."""
+        asked = self.requests
+        if self.ranks.size > 1:
+            told = self.ranks.gather((asked.save, asked.evaluate, asked.changes))[0]
+            asked.save, asked.evaluate, asked.changes = told
+        return asked
+
     def stopping(self) -> bool:
         """Return True if any rank is asked to stop. Every rank must call it."""
         return self._agreed(due=False)[0]
@@ -240,6 +272,8 @@ class RunSession:
         """
         step, strategy, trained = run.step, run.strategy, run.trained
         state = {**run.state(), **(more or {})}
+        if self.applied:
+            state[CHANGED] = [[one.step, one.name, one.value] for one in self.applied]
         # A leading minus says that less is better. It is no part of the metric's name.
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
@@ -303,6 +337,7 @@ class RunSession:
         values: Mapping[str, float],
         *,
         last: bool = False,
+        asked: bool = False,
         more: State | None = None,
     ) -> Metrics:
         """Save when ``checkpoint`` says so, at the ``last`` step, and when asked to stop.
@@ -313,13 +348,14 @@ class RunSession:
             run: the run.
             values: metrics of the step.
             last: True at the last step of the run.
+            asked: True if a callback asks for it.
             more: further state.
         """
         now, step = _now(), run.step
         unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
         most_seconds, most_steps = self.at_risk
         self.at_risk = max(most_seconds, now - self._saved_time), max(most_steps, unsaved)
-        stop, due = self._agreed(self._is_due(step, now, values))
+        stop, due = self._agreed(asked or self._is_due(step, now, values))
         if not (due or last or stop) or self.saved_step == step:
             return Metrics()
         try:
@@ -331,6 +367,7 @@ class RunSession:
             log.warning("%s", error)
             self._tried_time = _now()
             return Metrics({"checkpoint/failed": Sum(1)})
+        self.fire(CheckpointEvent, step, path=self.store.path(step))
         return Metrics()
 
     def _is_due(self, step: int, now: float, values: Mapping[str, float]) -> bool:

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
+from lightrft.config.base import below, build, deep_merge, dotted
 from lightrft.config.verbs import GivenDataConfig, RLConfig
 from lightrft.distributed.process_group import (
     broadcast_failure,
@@ -36,6 +38,7 @@ from lightrft.distributed.process_group import (
     run_on_all_ranks,
 )
 from lightrft.models.training_mode import evaluation_mode
+from lightrft.observability.events import EndEvent, EvalEvent, SettingChange, StartEvent, StepEvent
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.run_health import Health
@@ -44,9 +47,16 @@ from lightrft.rewards.success import Success
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.manifest import load_manifest
+from lightrft.strategy.single import change_lr
 from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.device_use import DeviceUse, watched
-from lightrft.trainer.run_session import UNEVALUATED, RunSession, close_session, open_session
+from lightrft.trainer.run_session import (
+    CHANGED,
+    UNEVALUATED,
+    RunSession,
+    close_session,
+    open_session,
+)
 from lightrft.utils.errors import (
     RESUMES,
     ConfigError,
@@ -100,6 +110,9 @@ class TrainingRun(ABC):
     health: Health = field(default_factory=Health)
     is_unevaluated: bool = False
     use: DeviceUse | None = None
+    config: Any = None
+    changeable: ClassVar[tuple[str, ...]] = ("optimizer.lr",)
+    """Settings that callbacks may change."""
 
     @property
     @abstractmethod
@@ -182,6 +195,41 @@ class TrainingRun(ABC):
                 modes.enter_context(evaluation_mode(role.model))
             return self.validate()
 
+    def with_change(self, name: str, value: Any) -> Any:
+        """Return the config with another value of a setting.
+
+        Raises ``ConfigError`` if it cannot change in this run, or not to this value.
+        """
+        if name not in self.changeable:
+            raise ConfigError(
+                f"{name} cannot change during a run of {self.session.phase}; what can is "
+                f"{', '.join(self.changeable)}"
+            )
+        if name == "optimizer.lr" and self.config.optimizer.lr_of:
+            raise ConfigError(
+                "optimizer.lr cannot change with optimizer.lr_of, which sets the rates of parts; "
+                "leave one of them out"
+            )
+        given = self.config.model_dump(exclude_unset=True)
+        return build(type(self.config), deep_merge(given, below(name, value)))
+
+    def change(self, change: SettingChange, *, is_new: bool) -> None:
+        """Change a setting from the next step on.
+
+        Args:
+            change: The setting and its value.
+            is_new: The loaded state does not have the effect of this change yet.
+        """
+        self.config = self.with_change(change.name, change.value)
+        if change.name == "optimizer.lr":
+            main = next(iter(self.trained.values()))
+            if not isinstance(main, TrainableModel):
+                raise ConfigError(
+                    f"optimizer.lr was changed after step {change.step} (changes.jsonl), which a "
+                    "model in workers cannot take over; resume the run without launch.ray workers"
+                )
+            change_lr(main.state, self.config.optimizer.lr)
+
     def reached(self, values: Mapping[str, float]) -> bool:
         """Return whether ``values`` end the run early."""
         return False
@@ -237,6 +285,7 @@ def resume_from_checkpoint(run: TrainingRun, checkpoint: Path | None = None) -> 
     run.step, state, run.values = run.session.resume(run.strategy, run.trained, checkpoint)
     run.health.resume(run.values)
     run.is_unevaluated = bool(state.pop(UNEVALUATED, False))
+    recall_changes(run, [SettingChange(*one) for one in state.pop(CHANGED, [])])
     if state:
         run.load_state(state)
     # After a resume too: an engine has loaded the start model.
@@ -277,10 +326,18 @@ def begin_steps(run: TrainingRun) -> ReadRow:
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
+    requests = session.requests
+    requests.check, requests.settings = partial(check_request, run), partial(changeable, run)
+    session.fire(StartEvent, run.step, steps=run.steps)
+    do_requests(run)
     # A checkpoint of step 0 has values: its evaluation is not repeated.
     is_new = run.step == 0 and not values
     if is_new and run.times.at_start and run.evaluates and not session.stopping():
-        values = session.record(0, run.evaluate())
+        metrics = run.evaluate()
+        session.fire(EvalEvent, 0, metrics=metrics.compute())
+        if do_requests(run):
+            metrics.merge(session.save_if_due(run, metrics.compute(), asked=True))
+        values = session.record(0, metrics)
         warn(run, values)
     run.start()
     if run.is_unevaluated and not session.stopping():
@@ -331,7 +388,9 @@ def end_steps(run: TrainingRun, values: ReadRow, *, is_saved: bool) -> Summary:
             return {}
         return close_session(session, run.success, about, run.step)
 
-    return run_on_all_ranks(session.ranks, close)[0]
+    summary = run_on_all_ranks(session.ranks, close)[0]
+    session.fire(EndEvent, run.step, summary=summary)
+    return summary
 
 
 def export_or_say(run: TrainingRun) -> int:
@@ -386,19 +445,9 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
     """
     session = run.session
     last = run.step >= run.steps
-    eval_is_due = last or (run.times.every and run.step % run.times.every == 0)
-    try:
-        rest = run.publish_update()
-        if run.evaluates and eval_is_due:
-            with session.timers("eval"):
-                rest.merge(run.evaluate())
-    except (*STEP_ERRORS, RankError) as error:
-        # The step itself is complete. The resumed run does the rest of it.
-        if isinstance(error, RewardError) or is_shared(run, error):
-            values = {**metrics.compute(), **run.health.streaks}
-            save_before_exit(run, values, error, is_unevaluated=True)
-        raise
-    metrics.merge(rest)
+    eval_is_due = last or bool(run.times.every and run.step % run.times.every == 0)
+    evaluates = run.evaluates and (eval_is_due or session.asked().evaluate)
+    found = rest_of_step(run, metrics, evaluates, run.publish_update)
     # The names of metrics are known only now. An error after hours would be worse.
     if is_first:
         check_best(session.checkpoint.best, metrics.compute())
@@ -407,16 +456,109 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
         metrics.add(name, Last(count))
     values = metrics.compute()
     warn(run, values)
+    if evaluates:
+        session.fire(EvalEvent, run.step, metrics=found)
+    session.fire(StepEvent, run.step, metrics=values)
+    if session.asked().evaluate and not evaluates:
+        found = rest_of_step(run, metrics, True, Metrics)
+        values = metrics.compute()
+        session.fire(EvalEvent, run.step, metrics=found)
+    saves = do_requests(run)
     last = last or run.reached(values) or run.is_unevaluated
     if run.is_unevaluated:
         # Its checkpoint is replaced, or the next resume would evaluate it again.
         session.saved_step, run.is_unevaluated = None, False
     # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
     # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
-    metrics.merge(session.save_if_due(run, values, last=last))
+    metrics.merge(session.save_if_due(run, values, last=last, asked=saves))
     if run.use is not None:
         metrics.merge(run.use.take(session.timers.seconds("update")))
     return session.record(run.step, metrics)
+
+
+def rest_of_step(
+    run: TrainingRun, metrics: Metrics, evaluates: bool, publish: Callable[[], Metrics]
+) -> dict[str, float]:
+    """Send the weights, and evaluate. Return the metrics of the evaluation.
+
+    Args:
+        run: The run.
+        metrics: Metrics of the step, to which the new ones are added.
+        evaluates: The run is evaluated.
+        publish: Sends the weights, and returns metrics.
+    """
+    try:
+        rest, found = publish(), Metrics()
+        if evaluates:
+            with run.session.timers("eval"):
+                found = run.evaluate()
+            rest.merge(found)
+    except (*STEP_ERRORS, RankError) as error:
+        # The step itself is complete. The resumed run does the rest of it.
+        if isinstance(error, RewardError) or is_shared(run, error):
+            values = {**metrics.compute(), **run.health.streaks}
+            save_before_exit(run, values, error, is_unevaluated=True)
+        raise
+    metrics.merge(rest)
+    return found.compute()
+
+
+def check_request(run: TrainingRun, action: str, *arguments: Any) -> None:
+    """Raise ``ConfigError`` if the run cannot do what a callback asks for."""
+    if action == "evaluate" and not run.evaluates:
+        raise ConfigError(
+            "evaluate() has nothing to measure: name an eval set by eval.data.sources, or rows "
+            "that are held out by validation"
+        )
+    if action == "change":
+        run.with_change(*arguments)
+
+
+def changeable(run: TrainingRun) -> dict[str, Any]:
+    """Return the current value of each setting that callbacks may change, by name."""
+    values = dict(dotted(run.config.model_dump()))
+    return {name: values[name] for name in run.changeable}
+
+
+def do_requests(run: TrainingRun) -> bool:
+    """Change settings as callbacks asked for, or as the run did before a resume.
+
+    Return whether a checkpoint is asked for.
+    """
+    session, asked = run.session, run.session.asked()
+    due = [one for one in session.pending if one.step <= run.step]
+    session.pending = [one for one in session.pending if one.step > run.step]
+    new = [SettingChange(run.step, name, value) for name, value in asked.changes.items()]
+    for one in [*due, *new]:
+        if changeable(run)[one.name] == one.value:
+            continue
+        session.originals.setdefault(one.name, changeable(run)[one.name])
+        run.change(one, is_new=True)
+        session.applied.append(one)
+        again = "again " if one in due else ""
+        log.info("step %d: %s = %r %sfrom the next step on", run.step, one.name, one.value, again)
+        if one not in due:
+            session.folder.record_change(one)
+    saves = asked.save
+    asked.clear()
+    return saves
+
+
+def recall_changes(run: TrainingRun, applied: Sequence[SettingChange]) -> None:
+    """Take over the changed settings of a checkpoint, and those of steps that are taken again.
+
+    Args:
+        run: The run, with the settings of its config.
+        applied: The changes that the checkpoint has.
+    """
+    session = run.session
+    first = [SettingChange(0, name, value) for name, value in session.originals.items()]
+    for one in [*first, *applied]:
+        session.originals.setdefault(one.name, changeable(run)[one.name])
+        run.change(one, is_new=False)
+    recorded = run_on_all_ranks(session.ranks, session.folder.changes)[0]
+    session.applied = list(applied)
+    session.pending = [one for one in recorded if one not in applied]
 
 
 def warn(run: TrainingRun, values: Mapping[str, float]) -> None:

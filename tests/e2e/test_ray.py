@@ -120,6 +120,9 @@ class Paced:
             assert time.monotonic() < until, f"nothing has happened after step {row['step']}"
             time.sleep(0.01)
 
+    def event(self, event: object) -> None:
+        self.observer.event(event)
+
 
 def paced(config: RLConfig, observer: Any) -> dict[str, Any]:
     """A program of ranks: reinforcement learning that waits for what is to happen."""

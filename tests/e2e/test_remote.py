@@ -101,6 +101,9 @@ class Killer:
         if self.names:
             self.roles.workers[self.names.pop(0)].signal(signal.SIGKILL)
 
+    def event(self, event: object) -> None:
+        return
+
 
 @pytest.fixture
 def tree(uneven_tree: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightrft.config.base import dotted
 from lightrft.config.verbs import DPOConfig, IterateConfig
+from lightrft.observability.events import RunEvent
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import RunDirectory, check_same_settings
 from lightrft.observability.trackers import Row, Summary
@@ -85,6 +86,10 @@ class RoundObserver:
     def note(self, text: str) -> None:
         """Show lines of text."""
         self.observer.note(text)
+
+    def event(self, event: RunEvent) -> None:
+        """Call the callback of an event of the round."""
+        self.observer.event(event)
 
 
 def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summary:
