@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -38,7 +38,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model

@@ -32,8 +32,9 @@ set_thread_policy()
 import torch
 import transformers
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import Layout, ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession

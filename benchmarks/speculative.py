@@ -32,7 +32,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

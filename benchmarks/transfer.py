@@ -40,7 +40,7 @@ set_thread_policy()
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.sending import sglang_weights

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.transfer import SECONDS, Shelf, model_like
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.distributed.process_group import init_process_group
 from lightrft.engines.fingerprint import checksums
 from lightrft.workers.engine_workers import EngineWorkerGroup

@@ -28,7 +28,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.generate import conditions, sized_model
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_tokenizer

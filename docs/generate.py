@@ -25,12 +25,11 @@ from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, Compon
 from lightrft.api.calls import FUNCTIONS, TRAINED
 from lightrft.config import demo, model, serving, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
-from lightrft.config.import_config import ImportConfig
+from lightrft.config.config_tools import ImportConfig, ShowConfig
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PAPERS, PRESETS
-from lightrft.config.show import ShowConfig
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised

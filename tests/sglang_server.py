@@ -34,9 +34,10 @@ import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 
 from lightrft.config.base import build
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.serving import HTTPConfig, ServeConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.serving.chat.chat_completions import opened
 from lightrft.serving.chat.text_generator import Wanted

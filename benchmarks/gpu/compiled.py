@@ -24,8 +24,9 @@ from engine_checks import HALF
 from engine_checks import gap as mean_gap
 from transformers import PreTrainedModel
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.native_parts.compiled_steps import CudaGraphs
 from lightrft.models.decoding.kv_decoder import KVDecoder

@@ -15,7 +15,8 @@ import engine_checks
 import torch
 
 from benchmarks.vs_trl import Stopwatch
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines import native
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_tokenizer

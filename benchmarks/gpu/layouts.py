@@ -22,8 +22,9 @@ import common  # first: it says where the rest lies
 import torch
 from torch import Tensor, nn
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import LoRAConfig, ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.attention import varlen_cuda

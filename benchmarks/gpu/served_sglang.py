@@ -25,8 +25,9 @@ import engine_checks
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.distributed.guarded.guardian import descendants
 from lightrft.engines.served.sglang_process import CHILD
 from lightrft.engines.sglang import SGLangEngine

@@ -36,8 +36,9 @@ import engine_checks
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.engines.base import Engine
 from lightrft.engines.native import NativeEngine

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lightrft.config.import_config import ImportConfig
+from lightrft.config.config_tools import ImportConfig
 from lightrft.config.model import ConvertConfig, MergeConfig
 from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.verbs import (

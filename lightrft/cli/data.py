@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightrft.api.start import memory_errors, quick_imports, set_threads
 from lightrft.cli.arguments import show_help, split_settings
 from lightrft.cli.verbs import config_of
-from lightrft.config.show import ShowConfig
+from lightrft.config.config_tools import ShowConfig
 
 if TYPE_CHECKING:
     from lightrft.diagnostics.prompts.shown_rows import ShownSection, Span

@@ -10,13 +10,13 @@ from lightrft.config.base import (
     Components,
     NamedFunction,
     Settings,
-    changed_fields,
     deep_merge,
     is_branch,
     strings_as,
 )
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS, other_verb
+from lightrft.config.read_by import ReadBy
 from lightrft.utils.errors import did_you_mean
 
 
@@ -144,18 +144,13 @@ class KLConfig(Settings):
 _WHOLE = ("reverse_kl", "forward_kl", "jsd")
 """Kinds of distillation that compare the whole vocabulary."""
 
-_READ_BY_KINDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "coef": (("sampled", *_WHOLE), "set distill.kind, e.g. to sampled"),
-    "beta": (("jsd",), "only kind jsd reads it"),
-    "temperature": (_WHOLE, "sampling.temperature holds there"),
-}
-"""Setting to the kinds of distillation that read it, and what to do with another kind."""
-
 
 class DistillConfig(Settings):
     """On-policy distillation: the policy learns from ``teacher`` on its own responses (arXiv
     2306.13649)."""
 
+    section: ClassVar[str] = "distill"
+    """Key of the section, for messages."""
     shorthand: ClassVar[str | None] = "kind"
     """The setting that a bare string or number stands for."""
 
@@ -163,11 +158,11 @@ class DistillConfig(Settings):
     """Signal of the teacher. ``sampled`` takes the log-ratio of policy to teacher at each sampled
     token off its advantage (the reverse KL, by sampling). ``reverse_kl``, ``forward_kl`` and
     ``jsd`` are losses over the whole vocabulary."""
-    coef: float = Field(1.0, gt=0)
+    coef: Annotated[float, ReadBy(*_WHOLE, "sampled")] = Field(1.0, gt=0)
     """Factor of the log-ratio or the loss. Positive."""
-    beta: float = Field(0.5, gt=0, lt=1)
-    """The teacher's share in the mixture of ``jsd``, between 0 and 1. No other kind reads it."""
-    temperature: float | None = Field(None, gt=0)
+    beta: Annotated[float, ReadBy("jsd")] = Field(0.5, gt=0, lt=1)
+    """The teacher's share in the mixture of ``jsd``, between 0 and 1."""
+    temperature: Annotated[float | None, ReadBy(*_WHOLE)] = Field(None, gt=0)
     """Temperature of both distributions in a loss over the whole vocabulary; ``null`` takes the
     sampling temperature."""
 
@@ -175,18 +170,6 @@ class DistillConfig(Settings):
     def whole(self) -> bool:
         """True if the whole vocabulary is compared, not the sampled token alone."""
         return self.kind in _WHOLE
-
-    @model_validator(mode="after")
-    def _means_something(self) -> DistillConfig:
-        for name in changed_fields(self):
-            kinds, way_out = _READ_BY_KINDS.get(name, ((self.kind,), ""))
-            # A setting that nothing reads is a user's mistake.
-            if self.kind not in kinds:
-                raise ValueError(
-                    f"distill.{name} = {getattr(self, name)} changes nothing with kind "
-                    f"{self.kind}; {way_out}"
-                )
-        return self
 
 
 class EntropyConfig(Settings):

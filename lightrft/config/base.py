@@ -14,13 +14,14 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeGuard, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lightrft.config.misread_values import misread
 from lightrft.config.other_names.lookup import NO_COUNTERPART, answer
+from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
@@ -62,6 +63,15 @@ class Settings(BaseModel):
     """Fields that name functions; see ``lightrft.config.setting_paths``."""
     texts: ClassVar[tuple[str, ...]] = ()
     """Fields that may be null or empty, as text that the model reads may."""
+    section: ClassVar[str] = ""
+    """Key of the section, for messages."""
+    selector: ClassVar[str] = "kind"
+    """Field that chooses the kind of the section, where others are marked by ``ReadBy``."""
+
+    @property
+    def kind_in_force(self) -> str:
+        """The kind that ``ReadBy`` is asked about."""
+        return str(getattr(self, self.selector))
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +103,20 @@ class Settings(BaseModel):
                 own = default.model_dump(exclude_unset=True)
                 full[name] = deep_merge(own, given)
         return full
+
+    @model_validator(mode="after")
+    def _refuse_of_other_kinds(self) -> Self:
+        """Refuse settings that the kind of this section does not read."""
+        marks = read_by(type(self))
+        for name in changed_fields(self) if marks else ():
+            if name in marks and not marks[name].has(self.kind_in_force):
+                selector = f"{self.section}.{self.selector}"
+                value = inline_yaml(self.model_dump(mode="json", include={name})[name])
+                raise ValueError(
+                    f"{self.section}.{name} = {value} needs {selector} {marks[name]}, which is "
+                    f"{self.kind_in_force}; set {selector}={marks[name].kinds[-1]}, or leave it out"
+                )
+        return self
 
 
 class NamedFunction(Settings):
@@ -244,14 +268,17 @@ def changed_fields(settings: Settings) -> list[str]:
 def descriptions(cls: type[Settings]) -> dict[str, str]:
     """Return the description of each field of ``cls`` by name, inherited fields included.
 
-    A description is the string below a field. A field without one is left out. Code in it is marked
-    by single backticks, as in Markdown.
+    A description is the string below a field, and the kinds of ``ReadBy``. A field without one is
+    left out. Code in it is marked by single backticks, as in Markdown.
     """
     found: dict[str, str] = {}
     # Base classes first, so that a class can replace an inherited description.
     for base in reversed(cls.__mro__):
         if issubclass(base, Settings):
             found |= _descriptions_in(base.__module__).get(base.__name__, {})
+    for name, mark in read_by(cls).items():
+        kinds = ReadBy(*(f"`{kind}`" for kind in mark.kinds))
+        found[name] = f"{found.get(name, '')} For {kinds}.".strip()
     return {name: found[name] for name in cls.model_fields if name in found}
 
 

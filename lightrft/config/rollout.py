@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import ComponentConfig, NamedFunction, Settings, changed_fields
+from lightrft.config.base import ComponentConfig, NamedFunction, Settings
 from lightrft.config.data import DataConfig
+from lightrft.config.read_by import ReadBy
 from lightrft.config.strategy import SamplingConfig
 
 
@@ -90,16 +91,6 @@ class EvalConfig(Settings):
 Keep = Literal["all", "best", "correct", "pairs", "labelled", "ranked", "conditioned", "self_play"]
 """Values of ``select.keep``."""
 
-READ_BY = {
-    "threshold": ("correct", "labelled"),
-    "margin": ("pairs",),
-    "per_prompt": ("best", "correct", "pairs", "labelled", "conditioned", "self_play"),
-    "distinct": ("correct", "labelled", "conditioned"),
-    "keep_truncated": get_args(Keep)[1:],
-    "condition": ("conditioned",),
-}
-"""Values of ``select.keep`` that read each other setting of ``select``."""
-
 
 class ConditionConfig(Settings):
     """The text that states the reward of a response in its prompt, for conditional SFT."""
@@ -133,6 +124,10 @@ class ConditionConfig(Settings):
 class SelectConfig(Settings):
     """The generated responses that become rows, and the layout of these rows."""
 
+    section: ClassVar[str] = "select"
+    """Key of the section, for messages."""
+    selector: ClassVar[str] = "keep"
+    """Field that chooses which others are read."""
     shorthand: ClassVar[str | None] = "keep"
     """The setting that a bare string or number stands for."""
     keep: Keep = "all"
@@ -140,31 +135,23 @@ class SelectConfig(Settings):
     ``correct`` ones, or all ``conditioned`` on their reward. For ``dpo``: ``pairs`` of a better and
     a worse response, all responses ``ranked`` by reward, or ``self_play``, the response of the data
     before the model's. For ``kto``: all responses ``labelled`` as good or bad."""
-    threshold: float = 1.0
+    threshold: Annotated[float, ReadBy("correct", "labelled")] = 1.0
     """Reward that a response must reach to be correct, or good."""
-    margin: float = Field(0.0, ge=0)
+    margin: Annotated[float, ReadBy("pairs")] = Field(0.0, ge=0)
     """The rewards of a pair differ by more than this."""
-    per_prompt: int | None = Field(None, ge=1)
+    per_prompt: Annotated[
+        int | None, ReadBy("best", "correct", "pairs", "labelled", "conditioned", "self_play")
+    ] = Field(None, ge=1)
     """Most rows of one prompt. They have the highest rewards, or the largest differences of
     rewards, where ``keep`` goes by these, and are the first ones otherwise. ``null``: one row of
     ``best`` and ``pairs``, and all rows of the others."""
-    distinct: bool = True
+    distinct: Annotated[bool, ReadBy("correct", "labelled", "conditioned")] = True
     """Leave out a response that is equal to an earlier one to the same prompt. ``best``, ``pairs``,
     ``ranked`` and ``self_play`` always do."""
-    keep_truncated: bool = False
+    keep_truncated: Annotated[bool, ReadBy(*get_args(Keep)[1:])] = False
     """Keep responses that were cut off at ``sampling.max_new_tokens``."""
-    condition: ConditionConfig = ConditionConfig()
-    """Statement of the reward in the prompt, for ``conditioned``."""
-
-    @model_validator(mode="after")
-    def _all_are_read(self) -> SelectConfig:
-        for name in changed_fields(self):
-            if name != "keep" and self.keep not in READ_BY[name]:
-                raise ValueError(
-                    f"{name} changes nothing with keep = {self.keep!r}; leave it out, or set keep "
-                    f"to {' or '.join(READ_BY[name])}"
-                )
-        return self
+    condition: Annotated[ConditionConfig, ReadBy("conditioned")] = ConditionConfig()
+    """Statement of the reward in the prompt."""
 
 
 class StepLabelsConfig(Settings):

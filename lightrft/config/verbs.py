@@ -17,6 +17,7 @@ from lightrft.config.data import (
     RewardDataConfig,
     SFTDataConfig,
 )
+from lightrft.config.engine import EngineConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import (
     ModelConfig,
@@ -32,7 +33,7 @@ from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig, ValidationTimesConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
-from lightrft.config.strategy import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
+from lightrft.config.strategy import OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import (
     CriticConfig,
     DistillationConfig,

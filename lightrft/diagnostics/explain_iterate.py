@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from lightrft.config.rollout import READ_BY, Keep
+from lightrft.config.read_by import read_by
+from lightrft.config.rollout import Keep, SelectConfig
 from lightrft.config.verbs import IterateConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, set_by
 from lightrft.diagnostics.explain import Explanation, Line
@@ -54,7 +55,7 @@ def _lines(config: IterateConfig, sources: Mapping[str, str]) -> Iterator[Line]:
     select = config.select
     limits = []
     for name in LIMITS:
-        if select.keep in READ_BY[name]:
+        if read_by(SelectConfig)[name].has(select.keep):
             key = f"select.{name}"
             limits.append(
                 EffectiveSetting(key, getattr(select, name), set_by(key, sources) or "default")

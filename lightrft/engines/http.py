@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import dtype_of
 from lightrft.engines.growing_response import GrowingResponse

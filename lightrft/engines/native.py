@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.constrained.grammars import GrammarCompiler, request_constraint
 from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens

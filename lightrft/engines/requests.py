@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.types import FinishReason, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import ban_of, refuse_filters, response_room

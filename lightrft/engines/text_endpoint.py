@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightrft.config.base import changed_fields
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.requests import (
     check_requests,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.rollout import RolloutConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.distributed.process_group import ProcessGroup, run_with_keepalive
 from lightrft.engines.base import Engine, never_stop
 from lightrft.observability.timers import Timers

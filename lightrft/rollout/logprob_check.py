@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum, dtype_of

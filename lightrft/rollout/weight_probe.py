@@ -15,7 +15,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Engine
 from lightrft.models.sampled_distribution import steps_of
 from lightrft.roles import Roles

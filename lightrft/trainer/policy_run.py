@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.engines.base import Engine

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, SFTConfig
 from lightrft.datasets.prompt_dataset import EncodedDataset
 from lightrft.datasets.row_warnings import check_held_out, check_rows

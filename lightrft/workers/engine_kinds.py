@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig, PolicyModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
+from lightrft.config.strategy import SamplingConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.base import Engine
@@ -30,6 +31,7 @@ from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.registry import resolve
 from lightrft.workers.engine_workers import EngineWorker, NativeEngineWorker, vllm_worker
 from lightrft.workers.frozen_models import draft_decoder, local_frozen
 from lightrft.workers.local_served import async_served, check_served_weights, local_served
@@ -111,8 +113,19 @@ class EngineKind:
 
 
 def kind_of(engine: EngineConfig) -> EngineKind:
-    """Return the kind of ``engine``."""
-    return OWN_SGLANG if engine.starts_server else KINDS[engine.kind]
+    """Return the kind of ``engine``, which may come from a user's code.
+
+    Raises ``ConfigError`` if ``engine.kind`` names no kind.
+    """
+    if engine.starts_server:
+        return OWN_SGLANG
+    found = KINDS.get(engine.kind) or resolve(engine.kind, "engine.kind")
+    if not isinstance(found, EngineKind):
+        raise ConfigError(
+            f"engine.kind = {engine.kind} names a {type(found).__name__}, and not an EngineKind "
+            "of lightrft.workers.engine_kinds"
+        )
+    return found
 
 
 def engine_worker(

@@ -16,8 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import PolicyModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
+from lightrft.config.strategy import SamplingConfig, StrategyConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Engine, Fingerprint, never_stop

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrft.config.decoding import SpeculativeConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer

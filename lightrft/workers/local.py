@@ -13,14 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.requirements import Requirements
+from lightrft.config.engine import EngineConfig, server_compiles
 from lightrft.config.model import ModelConfig, TrainedModelConfig
 from lightrft.config.reward import RewardConfig
-from lightrft.config.strategy import (
-    SHARDING,
-    EngineConfig,
-    StrategyConfig,
-    server_compiles,
-)
+from lightrft.config.strategy import SHARDING, StrategyConfig
 from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes

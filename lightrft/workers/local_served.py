@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.engines.base import Engine

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.decoder_protocol import DecoderProtocol

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.engines.base import Engine
 from lightrft.engines.http import HTTPEngine

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.diagnostics.doctor_parts import engine as doctor_engine
 from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_models
 from lightrft.diagnostics.doctor_parts import server as doctor_server

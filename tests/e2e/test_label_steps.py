@@ -15,8 +15,9 @@ import torch
 
 from lightrft.config.base import build, to_yaml
 from lightrft.config.data import ProcessDataConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import LabelStepsConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.process.process_dataset import ProcessDataset

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.parity import rows_of_pictures
 from lightrft.config.base import build, deep_merge
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import (
     ChatConfig,
     DistillVerbConfig,

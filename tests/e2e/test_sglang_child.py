@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightrft.config.base import build, deep_merge
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.guarded.guardian import descendants
 from lightrft.engines import sglang
@@ -401,7 +401,10 @@ def test_a_missing_package_is_named_with_the_way_out(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kind": "sglang", "served_model": "m"}, "engine.served_model = m is for a server"),
+        (
+            {"kind": "sglang", "served_model": "m"},
+            "needs engine.kind sglang with engine.url or http",
+        ),
         ({"kind": "sglang", "server_options": {"port": 1}}, "engine.server_options has port"),
         ({"kind": "vllm", "server_options": {"a": 1}}, "engine.server_options = "),
         ({"kind": "sglang", "url": "http://a", "compile": True}, "engine.compile = true"),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightrft.config.base import build, deep_merge
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.models.tiny.text import tiny_tokenizer

@@ -188,7 +188,8 @@ def test_processes_that_teams_do_not_divide_are_refused():
 @pytest.mark.parametrize("kind", ["single", "deepspeed"])
 def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
     with pytest.raises(
-        ValidationError, match=rf"strategy.{name} = 2 needs strategy.kind fsdp2, which is {kind}"
+        ValidationError,
+        match=rf"strategy.{name} = 2 needs strategy.kind auto or fsdp2, which is {kind}",
     ):
         StrategyConfig(**{"kind": kind, name: 2})
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lightrft.config.base import Settings, changed_fields
+from lightrft.config.base import Settings
+from lightrft.config.read_by import ReadBy
 
 
 class ConstraintConfig(Settings):
@@ -54,29 +55,25 @@ class SpeculativeConfig(Settings):
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
     """The settings of this section that hold paths."""
+    section: ClassVar[str] = "engine.speculative"
+    """Key of the section, for messages."""
+
     kind: Literal["ngram", "draft"] = "ngram"
     """Source of the drafts. ``ngram`` copies what followed the last tokens of the response where
     they occurred before. ``draft`` samples from a small model."""
     tokens: int = Field(4, ge=1, le=64)
     """Most drafted tokens of a response in a step. Raise it where most of them are accepted (see
     ``rollout/draft_acceptance``)."""
-    longest_match: int = Field(3, ge=1)
-    """Longest run of last tokens that ``ngram`` looks up. It tries shorter ones too, from 2
-    tokens."""
-    path: str = ""
-    """Draft model, a folder or a name. It has the vocabulary of the policy. For ``draft``."""
+    longest_match: Annotated[int, ReadBy("ngram")] = Field(3, ge=1)
+    """Longest run of last tokens that is looked up. Shorter ones are tried too, from 2 tokens."""
+    path: Annotated[str, ReadBy("draft")] = ""
+    """Draft model, a folder or a name. It has the vocabulary of the policy."""
 
     @model_validator(mode="after")
-    def _of_kind(self) -> SpeculativeConfig:
+    def _has_draft_model(self) -> SpeculativeConfig:
         if self.kind == "draft" and not self.path:
             raise ValueError(
                 "engine.speculative.kind = draft needs a model; set engine.speculative.path, or "
                 "engine.speculative.kind=ngram"
-            )
-        unread = {"ngram": "path", "draft": "longest_match"}[self.kind]
-        if unread in changed_fields(self):
-            raise ValueError(
-                f"engine.speculative.{unread} = {getattr(self, unread)} changes nothing with "
-                f"engine.speculative.kind = {self.kind}; leave it out"
             )
         return self

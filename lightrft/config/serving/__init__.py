@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from lightrft.config.base import Settings
 from lightrft.config.data import AllowConfig, MediaConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 
 
 def _refuse_check(engine: EngineConfig) -> None:

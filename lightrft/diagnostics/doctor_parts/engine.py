@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
 from lightrft.engines.base import Engine

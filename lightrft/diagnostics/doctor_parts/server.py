@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import PolicyConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
 from lightrft.diagnostics.memory.sent_weights import ServerKind, asks_server

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.base import Settings, Tree, build, has_setting
-from lightrft.config.import_config import ImportConfig
+from lightrft.config.config_tools import ImportConfig
 from lightrft.config.other_names.conversions import processes_in
 from lightrft.config.other_names.lookup import setting_of
 from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, Unclear, counted

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from lightrft.algorithms.preference.reference_source import reference_source
 from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.algorithms.requirements import Requirements
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, in_worker
+from lightrft.config.strategy import in_worker
 from lightrft.config.train import TeacherConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.strategy import EngineConfig, StrategyConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.engines.decoder_protocol import CompiledSteps, CompilingDecoder, DecoderProtocol
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.utils.device_transfer import is_out_of_memory

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import LoRAConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights

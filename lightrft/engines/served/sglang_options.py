@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)

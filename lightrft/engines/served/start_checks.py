@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 from lightrft.utils.http_client.server_client import ALIVE, ServerClient, Unanswered
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import LoRAConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.http import HTTPEngine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.decoder_protocol import DecoderProtocol, RollbackSession
 from lightrft.engines.speculative.draft_model import ModelDrafter
 from lightrft.engines.speculative.drafter import Drafter, Drafts

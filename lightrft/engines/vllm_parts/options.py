@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import LoRAConfig, ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.engines.vllm_parts.media import media_options
 from lightrft.engines.vllm_parts.row_formats import INT8, ROW_FORMATS, RowFormat
 from lightrft.utils.errors import ConfigError

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Engine, HasLimits
 from lightrft.engines.requests import way_to_shorten
 from lightrft.models.actor import Actor, Backbone

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sampler import PromptSampler, draw, in_order

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.config.data import PreferenceDataConfig
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import DPOConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_rows

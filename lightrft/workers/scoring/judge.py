@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lightrft.config.data import Columns, DataConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import JudgeConfig, RewardConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.judgement.question import Raw
 from lightrft.datasets.row_tables import MalformedRow

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.distributed.process_group import choose_device, init_process_group
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.engines.vllm import MEMORY, VLLMEngine

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightrft.config.base import build, deep_merge
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.engines import native
 from lightrft.learner import forward_passes, policy_update, process_reward

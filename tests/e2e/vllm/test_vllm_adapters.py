@@ -237,8 +237,8 @@ def test_vllm_leaves_the_generators_and_threads_of_the_process_alone(
     import transformers
 
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    from lightrft.config.engine import EngineConfig
     from lightrft.config.model import ModelConfig
-    from lightrft.config.strategy import EngineConfig
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(adapted["model"]["path"])
     torch.manual_seed(7)

@@ -171,17 +171,18 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
         ),
         (
             ["algorithm.distill.beta=0.3"],
-            "algorithm.distill (from command line): distill.beta = 0.3 changes nothing with kind "
-            "none; only kind jsd reads it",
+            "algorithm.distill (from command line): distill.beta = 0.3 needs distill.kind jsd, "
+            "which is none; set distill.kind=jsd, or leave it out",
         ),
         (
             ["algorithm.distill={kind: sampled, temperature: 2.0}"],
-            "distill.temperature = 2.0 changes nothing with kind sampled; sampling.temperature "
-            "holds there",
+            "distill.temperature = 2.0 needs distill.kind reverse_kl, forward_kl or jsd, which is "
+            "sampled",
         ),
         (
             ["algorithm.distill.coef=2"],
-            "distill.coef = 2.0 changes nothing with kind none; set distill.kind, e.g. to sampled",
+            "distill.coef = 2.0 needs distill.kind reverse_kl, forward_kl, jsd or sampled, which is "
+            "none; set distill.kind=sampled",
         ),
         (["algorithm.shaping=[{nmae: overlong}]"], "did you mean algorithm.shaping.0.name?"),
         (["reward.terms=[{function: math, wieght: 2}]"], "did you mean reward.terms.0.weight?"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm import check_sampling
 from lightrft.models.actor import Actor

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config.base import build
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import EvaluateConfig
 from lightrft.engines import http
 from lightrft.engines.fingerprint import checksums

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.native import NativeEngine
 from lightrft.models.attention import interface

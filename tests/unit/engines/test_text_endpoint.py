@@ -16,7 +16,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.base import build
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.text_endpoint import TextEndpoint

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.rollout.accounting import GREEDY

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.distributed.process_group import ProcessGroup, init_process_group
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import PolicyModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
+from lightrft.config.strategy import SamplingConfig, StrategyConfig
 from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum

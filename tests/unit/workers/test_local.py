@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lightrft.config.base import build
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, StrategyConfig
+from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.utils.errors import ConfigError

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.config.base import build
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.config.verbs import EvaluateConfig
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.served.start_checks import open_client

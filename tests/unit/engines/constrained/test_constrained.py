@@ -15,8 +15,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from lightrft.config.base import build
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import EvaluateConfig, RLConfig
 from lightrft.engines.constrained.grammars import (
     GrammarCompiler,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.http import HTTPEngine
 from lightrft.engines.served.served_engine import ServedEngine

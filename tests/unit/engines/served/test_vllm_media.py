@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig
 from lightrft.engines.served.vllm_media import ServedMedia, runs_of
 from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.models.loading.from_pretrained import model_settings

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.served.vllm_server import REPLICA, VLLMServerEngine
 from lightrft.types import Prompt, Request

@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.config.decoding import SpeculativeConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.speculative.drafter import accepted_tokens
 from lightrft.engines.speculative.ngram import NgramDrafter
@@ -244,14 +245,14 @@ def test_a_session_that_cannot_remove_tokens_is_refused_at_start() -> None:
     ("given", "said"),
     [
         ({"kind": "draft"}, "needs a model"),
-        ({"kind": "ngram", "path": "x"}, "changes nothing"),
-        ({"kind": "draft", "path": "x", "longest_match": 5}, "changes nothing"),
+        ({"kind": "ngram", "path": "x"}, "needs engine.speculative.kind"),
+        ({"kind": "draft", "path": "x", "longest_match": 5}, "needs engine.speculative.kind"),
     ],
 )
 def test_settings_that_contradict_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SpeculativeConfig(**given)
-    with pytest.raises(ValueError, match="is for the native engine"):
+    with pytest.raises(ValueError, match=r"needs engine\.kind native"):
         EngineConfig(kind="vllm", speculative={"kind": "ngram"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.engines.vllm_parts.options import CUDA_GRAPHS, graph_options
 from lightrft.utils.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightrft.config.strategy import EngineConfig
+from lightrft.config.engine import EngineConfig
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.sending import vllm_weights
 from lightrft.engines.sending.update_cost import UpdateCost

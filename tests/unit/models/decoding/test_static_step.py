@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.native_parts.compiled_steps import compile_where_it_pays
 from lightrft.models.decoding.kv_decoder import KVDecoder

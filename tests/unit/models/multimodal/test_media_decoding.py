@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.attention.layouts import pack
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession

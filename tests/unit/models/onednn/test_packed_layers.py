@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.onednn import packed_layers

@@ -162,9 +162,15 @@ def test_the_reward_is_stated_before_the_question_or_after_the_system_message() 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep": "best", "threshold": 0.5}, "threshold changes nothing with keep = 'best'"),
-        ({"per_prompt": 2}, "per_prompt changes nothing with keep = 'all'"),
-        ({"keep": "pairs", "distinct": False}, "distinct changes nothing with keep = 'pairs'"),
+        (
+            {"keep": "best", "threshold": 0.5},
+            "needs select.keep correct or labelled, which is best",
+        ),
+        ({"per_prompt": 2}, "select.per_prompt = 2 needs select.keep best, "),
+        (
+            {"keep": "pairs", "distinct": False},
+            "select.distinct = false needs select.keep correct, ",
+        ),
         ({"keep": "conditioned", "condition": {"template": "no field"}}, "has no {reward}"),
         ({"keep": "conditioned", "condition": {"labels": ["one"]}}, "two or more"),
     ],

@@ -1,4 +1,4 @@
-"""The settings of ``lightrft import-config``."""
+"""The settings of commands that read a config of another one: ``data`` and ``import-config``."""
 
 from __future__ import annotations
 
@@ -33,3 +33,20 @@ class ImportConfig(Settings):
     """YAML file to write; ``null`` prints the config."""
     overwrite: bool = False
     """Replace ``output`` if it exists."""
+
+
+class ShowConfig(Settings):
+    """The settings of ``lightrft data`` itself, written as ``show.rows=5``. All others are of the
+    config whose rows it prints."""
+
+    verb: Literal[
+        "auto", "rl", "sft", "dpo", "kto", "rm", "prm", "distill", "grm-sft", "grm-rl", "grm-dpo"
+    ] = "auto"
+    """Verb whose config this is. ``auto`` takes the verb whose settings fit."""
+    rows: int = Field(3, ge=0)
+    """Number of rows to print of each section of data."""
+    read: int = Field(200, ge=1)
+    """Number of rows to read of each source, for the counts of columns."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """Color the trained tokens. ``auto`` does so on a terminal. Without colors, they are between
+    ``[[`` and ``]]``."""
