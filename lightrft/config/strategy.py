@@ -116,7 +116,8 @@ class StrategyConfig(Settings):
     offload_during_generation: Annotated[bool, OFFLOADS] = False
     """Keep optimizer state and frozen models in the host's memory during generation."""
     zero_stage: Annotated[int, ReadBy("deepspeed")] = Field(2, ge=1, le=3)
-    """ZeRO stage (arXiv 1910.02054): shard optimizer state (1), gradients too (2), weights too (3)."""
+    """ZeRO stage (arXiv 1910.02054): shard optimizer state (1), gradients too (2), weights too
+    (3)."""
     deepspeed: Annotated[dict[str, Any], ReadBy("deepspeed")] = Field(default_factory=dict)
     """Entries of DeepSpeed's own configuration, passed as they are."""
 

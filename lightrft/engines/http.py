@@ -90,6 +90,8 @@ class HTTPEngine(ServedEngine):
             ``lightrft serve`` shows it to those alone who may update the weights.
     """
 
+    server = "lightrft"
+
     def __init__(
         self,
         client: ServerClient,

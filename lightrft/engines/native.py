@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightrft.config.engine import EngineConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.constrained.grammars import GrammarCompiler, request_constraint
 from lightrft.engines.constrained.rows import ConstrainedRows, ConstrainedTokens
 from lightrft.engines.decoder_protocol import (
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """The reference engine. A response depends on its request alone, up to floating-point rounding.
 
     Any number of ``generate`` iterators may be open, each with a separate cache. An iterator that
@@ -80,8 +80,6 @@ class NativeEngine:
             leaves it. ``None`` for weights that are never sharded: the engine then starts awake.
         tensor_parallel_size: Number of ranks that shard the model, see ``Engine``.
     """
-
-    shared_by_all_ranks = False
 
     def __init__(
         self,

@@ -60,8 +60,9 @@ class SGLangEngine(ServedEngine):
 
     Attributes:
         weights: Name of the weights that the server must have. Empty until some are sent.
-        stays_awake: ``sleep`` does nothing, for an engine that generates during training.
     """
+
+    server = "sglang"
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class SGLangEngine(ServedEngine):
         self._can_sleep = False
         self._released: tuple[str, ...] = ()
         self._weights_lock = threading.Lock()
-        self.stays_awake = False
         # the server that this run has started, and the number of the start that released memory
         self._process: SGLangProcess | None = None
         self._released_by = 0

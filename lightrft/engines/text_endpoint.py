@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrft.config.base import changed_fields
 from lightrft.config.engine import EngineConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.requests import (
     check_requests,
     refuse_native_settings,
@@ -106,7 +106,7 @@ class _Answer:
         return ""
 
 
-class TextEndpoint:
+class TextEndpoint(Engine):
     """An engine over completions of texts, as in the API of OpenAI.
 
     Args:
@@ -115,10 +115,6 @@ class TextEndpoint:
         config: Settings of the engine.
         model: Name of the served model.
     """
-
-    shared_by_all_ranks = False
-    tensor_parallel_size = 1
-    shares_weights = False
 
     def __init__(
         self,
@@ -176,7 +172,7 @@ class TextEndpoint:
         return self._answers(wanted, sampling, stopped)
 
     def refuse_media(self, what: str, kinds: Collection[str]) -> None:
-        """See ``ServedEngine.refuse_media``."""
+        """See ``Engine.refuse_media``."""
         raise ConfigError(
             f"engine.url = {self.config.url!r} gets prompts as text, and cannot generate for "
             f"{what}; set engine.kind=native"
@@ -307,12 +303,6 @@ class TextEndpoint:
         raise ConfigError(
             f"engine.url = {self.config.url!r} returns text alone; set another engine"
         )
-
-    def sleep(self, level: int) -> None:
-        """See ``Engine.sleep``. It frees nothing."""
-
-    def wake(self) -> None:
-        """See ``Engine.wake``."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import (
     ban_of,
@@ -58,7 +58,7 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM replaces a lower temperature above 0 by this one."""
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """An engine over a copy of the policy in vLLM.
 
     Any number of ``generate`` iterators may be open. Their requests share vLLM's batches.
@@ -75,17 +75,10 @@ class VLLMEngine:
         media: Kinds of media that the model reads.
         banned: Token ids that are never sampled.
 
-    Attributes:
-        stays_awake: ``sleep`` does nothing, for an engine that generates during training.
-
     Raises:
         ConfigError: vLLM is not installed.
         ResourceError: vLLM cannot start, e.g. for lack of memory.
     """
-
-    shared_by_all_ranks = False
-    tensor_parallel_size = 1
-    shares_weights = False
 
     def __init__(
         self,
@@ -122,7 +115,6 @@ class VLLMEngine:
         # what vLLM has freed: it must be asked to map each part again only once
         self._freed: list[str] = []
         self._frees_memory = self._llm.model_config.enable_sleep_mode
-        self.stays_awake = False
 
     def _load(self, model: ModelConfig, dtype: torch.dtype, *, reads_media: bool) -> Any:
         """Return vLLM's ``LLM``. The generators and threads of the process stay as they are."""
@@ -183,7 +175,7 @@ class VLLMEngine:
         return self._answers(wanted, sampling, stopped)
 
     def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
-        """See ``HasLimits.check_limits``.
+        """See ``Engine.check_limits``.
 
         Args:
             longest: Length of the longest prompt, in tokens.

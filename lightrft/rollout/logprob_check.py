@@ -20,7 +20,6 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.engines import sampling as draws
 from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum, dtype_of
-from lightrft.engines.native import NativeEngine
 from lightrft.engines.vllm_parts.row_formats import ROW_FORMATS
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
@@ -576,7 +575,7 @@ def replay_metrics(roles: Roles, batch: Batch, temperature: Distribution) -> Met
 
 
 @dataclass(slots=True)
-class CheckedEngine:
+class CheckedEngine(Engine):
     """An engine over the weights of ``actor`` that checks its first responses.
 
     Their log-probs are compared with a forward pass of the model.
@@ -650,9 +649,10 @@ class CheckedEngine:
         if self.actor.config.check_layout:
             check_layout(self.actor, batch.to(self.actor.device))
         allowed = None
-        if sampling.constraint is not None and isinstance(self.engine, NativeEngine):
-            allowed = self.engine.constrained_tokens(rollouts, sampling).at
-        found = compare_logprobs(self.actor, batch, sampling, None, allowed, self.config)
+        if sampling.constraint is not None:
+            allowed = self.engine.constrained_tokens(rollouts, sampling)
+        at = None if allowed is None else allowed.at
+        found = compare_logprobs(self.actor, batch, sampling, None, at, self.config)
         served = "" if self.was_sent else self.config.url or ""
         refuse_gap(self.actor, found, sampling, None, served=served)
 

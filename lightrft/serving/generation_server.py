@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -198,7 +198,7 @@ def generation_service(
         metrics: Counters of the server.
         budget: Largest number of tokens of a forward pass that computes log-probs.
     """
-    if not kind_of(config.engine).shares_weights:
+    if not kind_of(config.engine).serves:
         raise ConfigError(
             f"engine.kind = {config.engine.kind}: this server generates with the native engine; "
             "set engine.kind=native, or start that engine's own server"
@@ -210,10 +210,10 @@ def generation_service(
     weights = None if saved is None else saved.weights
     # A run sends whole weights, by the names of a model without adapters.
     merges = isinstance(config, ServeConfig) and config.weights_token_file is not None
-    _, actor, engine = local_policy(
+    _, actor, built = local_policy(
         model, placed, config.engine, tokenizer, weights=weights, merges=merges
     )
-    assert isinstance(engine, NativeEngine)
+    engine = cast("NativeEngine", built)  # by ``serves``
     if config.sampling.constraint is not None:
         # compiled at once: a constraint that cannot be followed must not fail each request
         engine.grammars().matcher(config.sampling.constraint)
@@ -245,8 +245,7 @@ def generation_service(
         _, _, again = local_policy(
             model, on_cpu, config.engine, tokenizer, weights=weights, merges=merges
         )
-        assert isinstance(again, NativeEngine)
-        return again.decoder.parameters()
+        return cast("NativeEngine", again).decoder.parameters()
 
     processor = load_processor(model, tokenizer, media_of(saved))
     chat = ChatCompletions(generator, processor, config.media)

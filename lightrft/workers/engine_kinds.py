@@ -1,12 +1,12 @@
 """List the kinds of engines: how each is built, and what the rest of the package asks of it.
 
-A new kind is a row of ``KINDS`` and a value of the setting ``engine.kind``. Besides the settings,
-only ``local_served`` and the memory of sent weights compare that value.
+A new kind is a row of ``KINDS`` and a value of the setting ``engine.kind``. A user's kind is an
+``EngineKind`` that the setting names. Nothing else outside ``lightrft.engines`` asks for a kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,17 @@ from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import resolve
 from lightrft.workers.engine_workers import EngineWorker, NativeEngineWorker, vllm_worker
 from lightrft.workers.frozen_models import draft_decoder, local_frozen
-from lightrft.workers.local_served import async_served, check_served_weights, local_served
-from lightrft.workers.local_vllm import async_vllm, local_vllm
+from lightrft.workers.local_served import (
+    Connect,
+    async_served,
+    check_served_weights,
+    closed_on_error,
+    connect_http,
+    connect_sglang,
+    examine_sglang,
+    local_served,
+)
+from lightrft.workers.local_vllm import Said, SampledConfig, async_vllm, examine_vllm, local_vllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,12 +99,15 @@ class EngineKind:
     Attributes:
         title: Its name in messages.
         build: Builds the engine of a run. Every rank calls it.
-        build_async: See ``AsyncBuilder``.
+        build_async: See ``AsyncBuilder``. ``None``: the engine generates between steps alone.
         build_worker: See ``WorkerBuilder``. ``None``: the engine runs in no worker.
         shares_weights: It samples from the policy itself, reads all media and applies all settings
             of ``sampling``.
         copies_weights: Each process of the run has a copy of the whole model in an engine.
         asks_server: It asks a server that the user has started, which is checked once it answers.
+        serves: ``lightrft serve`` can generate with it: it is a ``NativeEngine``.
+        connect: Connects to its server. ``None`` without one.
+        examine: Says what ``lightrft doctor`` can tell of it before it starts, for a device.
         check_sampling: Raises ``ConfigError`` for settings of ``sampling`` that it cannot apply,
             and takes their section for the message.
         check_media: Raises ``ConfigError`` unless it reads media of the kinds, for a model.
@@ -103,11 +115,14 @@ class EngineKind:
 
     title: str
     build: Callable[[EngineParts], Engine]
-    build_async: AsyncBuilder
+    build_async: AsyncBuilder | None = None
     build_worker: WorkerBuilder | None = None
     shares_weights: bool = False
     copies_weights: bool = False
     asks_server: bool = False
+    serves: bool = False
+    connect: Connect | None = None
+    examine: Callable[[SampledConfig, torch.device], Iterator[Said]] | None = None
     check_sampling: Callable[[SamplingConfig, str], None] | None = None
     check_media: Callable[[ModelConfig, Collection[str]], None] | None = None
 
@@ -254,8 +269,24 @@ def _async_vllm(
     return async_vllm(config, policy.model.model, tokenizer, strategy.ranks)
 
 
+def _connect(engine: EngineConfig) -> Connect:
+    connect = kind_of(engine).connect
+    assert connect is not None  # of kinds with a server alone
+    return connect
+
+
+def _async_served(
+    config: RLConfig,
+    policy: TrainableModel[Actor],
+    tokenizer: PreTrainedTokenizerBase,
+    strategy: Strategy,
+) -> Engine:
+    return async_served(_connect(config.engine), config, policy, tokenizer, strategy)
+
+
 def _served(parts: EngineParts) -> Engine:
     return local_served(
+        _connect(parts.config),
         parts.model,
         parts.config,
         parts.tokenizer,
@@ -271,11 +302,8 @@ def _served(parts: EngineParts) -> Engine:
 def _http(parts: EngineParts) -> Engine:
     served = _served(parts)
     if isinstance(served, HTTPEngine) and not parts.trains:
-        try:
+        with closed_on_error(served):
             check_served_weights(served, parts.actor, compares=parts.compares)
-        except BaseException:
-            served.close()
-            raise
     return served
 
 
@@ -294,8 +322,10 @@ def _vllm_media(model: ModelConfig, kinds: Collection[str]) -> None:
 OWN_SGLANG = EngineKind(
     title="SGLang",
     build=_served,
-    build_async=async_served,
+    build_async=_async_served,
+    connect=connect_sglang,
     copies_weights=True,
+    examine=examine_sglang,
     check_sampling=refuse_filters,
     check_media=_no_media,
 )
@@ -308,6 +338,7 @@ KINDS: dict[str, EngineKind] = {
         build_async=_async_native,
         build_worker=_native_worker,
         shares_weights=True,
+        serves=True,
     ),
     "vllm": EngineKind(
         title="vLLM",
@@ -315,14 +346,22 @@ KINDS: dict[str, EngineKind] = {
         build_async=_async_vllm,
         build_worker=vllm_worker,
         copies_weights=True,
+        examine=examine_vllm,
         check_sampling=check_sampling,
         check_media=_vllm_media,
     ),
-    "http": EngineKind(title="http", build=_http, build_async=async_served, asks_server=True),
+    "http": EngineKind(
+        title="http",
+        build=_http,
+        build_async=_async_served,
+        connect=connect_http,
+        asks_server=True,
+    ),
     "sglang": EngineKind(
         title="SGLang",
         build=_served,
-        build_async=async_served,
+        build_async=_async_served,
+        connect=connect_sglang,
         asks_server=True,
         check_sampling=refuse_filters,
         check_media=_no_media,

@@ -223,7 +223,7 @@ def vllm_worker(
     return VLLMEngineWorker(engine, keeps=not trained and not engine.weights.serves_adapters)
 
 
-class EngineWorkerGroup:
+class EngineWorkerGroup(Engine):
     """An ``Engine`` over workers with an ``EngineWorker`` each.
 
     Rank 0 calls the workers. On other ranks the object has no workers, joins collective calls, and
@@ -244,8 +244,6 @@ class EngineWorkerGroup:
     """
 
     shared_by_all_ranks = True
-    tensor_parallel_size = 1
-    shares_weights = False
 
     def __init__(
         self,

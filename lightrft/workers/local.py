@@ -420,7 +420,9 @@ def local_async_engine(
     """
     if not config.rollout.staleness:
         return None
-    return kind_of(config.engine).build_async(config, policy, tokenizer, strategy)
+    build_async = kind_of(config.engine).build_async
+    assert build_async is not None  # checked at start
+    return build_async(config, policy, tokenizer, strategy)
 
 
 def local_teacher(

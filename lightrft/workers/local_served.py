@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,13 @@ from lightrft.engines.base import Engine
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.http import HTTPEngine, TextAlone
 from lightrft.engines.served.served_engine import ServedEngine
-from lightrft.engines.served.sglang_options import server_options
+from lightrft.engines.served.sglang_options import (
+    command_of,
+    installed_version,
+    missing_package,
+    server_options,
+    version_warning,
+)
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.served.vllm_media import ServedMedia
 from lightrft.engines.served.vllm_server import VLLMServerEngine
@@ -35,9 +42,15 @@ from lightrft.models.multimodal.merge_inputs import media_token_ids
 from lightrft.roles import TrainableModel, engine_weights
 from lightrft.rollout.logprob_check import refuse_weights, unequal_weight
 from lightrft.strategy.base import Strategy
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, UserError
 from lightrft.utils.module_tensors import factor_of
-from lightrft.workers.local_vllm import check_replica, media_kinds, refuse_merging
+from lightrft.workers.local_vllm import (
+    Said,
+    SampledConfig,
+    check_replica,
+    media_kinds,
+    refuse_merging,
+)
 from lightrft.workers.rank_zero_engine import RankZeroEngine
 from lightrft.workers.scoring.reward_wire import weights_digest, weights_layout
 
@@ -51,7 +64,40 @@ WAY_OUT = (
 )
 
 
+class Connect(Protocol):
+    """Connects to the server of ``engine``, or starts it, with all checks of the start of a run.
+
+    Nothing changes a server that runs: no weights are sent, and it joins no process group.
+
+    Args:
+        model: The model.
+        engine: Settings of the engine.
+        tokenizer: Tokenizer of the model.
+        ends: Token ids that end a response.
+        device: Device of a server that the run starts.
+        trains: The weights will change.
+        media: Kinds of media of the prompts.
+
+    Raises:
+        ConfigError: See ``local_served``.
+        ResourceError: The server does not answer.
+    """
+
+    def __call__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        device: torch.device,
+        *,
+        trains: bool,
+        media: Collection[str] = (),
+    ) -> Engine: ...
+
+
 def local_served(
+    connect: Connect,
     model: ModelConfig,
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -70,6 +116,7 @@ def local_served(
     must call it.
 
     Args:
+        connect: Connects to the server.
         model: The model.
         engine: Settings of the engine.
         tokenizer: Tokenizer of the model.
@@ -99,13 +146,9 @@ def local_served(
         if ranks.rank and not own:
             return None
         ends = model_ends(tokenizer, decoder.eos_token_ids)
-        if own:
-            started = _started(model, engine, tokenizer, ends, device)
-            built = _checked(started, model, trains=True, media=media)
-        else:
-            built = connect_server(model, engine, tokenizer, ends, trains=trains, media=media)
+        built = connect(model, engine, tokenizer, ends, device, trains=trains, media=media)
         # shards are sent later
-        if ranks.size == 1 and (trains or own) and isinstance(built, ServedEngine):
+        if ranks.size == 1 and (trains or own):
             _send_first(built, decoder)
         return built
 
@@ -130,6 +173,7 @@ def local_served(
 
 
 def async_served(
+    connect: Connect,
     config: RLConfig,
     policy: TrainableModel[Actor],
     tokenizer: PreTrainedTokenizerBase,
@@ -141,6 +185,7 @@ def async_served(
     frozen ones that adapters are added to. Every rank must call it.
 
     Args:
+        connect: Connects to the server.
         config: Settings of the run.
         policy: The policy.
         tokenizer: Tokenizer of the model.
@@ -154,6 +199,7 @@ def async_served(
     if config.engine.starts_server and ranks.size > 1:
         refuse_merging(config)
     built = local_served(
+        connect,
         config.model,
         config.engine,
         tokenizer,
@@ -168,9 +214,7 @@ def async_served(
         shared = RankZeroEngine(built.engine, ranks.duplicate())
         _send_whole(shared, engine_weights(strategy, policy.state))
         return shared
-    assert isinstance(built, ServedEngine)
-    if isinstance(built, SGLangEngine):
-        built.stays_awake = config.engine.starts_server
+    built.stays_awake = config.engine.starts_server
     if has_adapters(config.model):
         # adapters are merged into weights that training does not change, and does not send
         built.frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
@@ -191,58 +235,97 @@ def _send_whole(engine: RankZeroEngine, weights: Iterator[tuple[str, Tensor]]) -
                 bases[name] = tensor.detach().to("cpu", copy=True)
             yield name, tensor
 
-    try:
+    with closed_on_error(engine):
         engine.load_weights(kept(), 0)
-    except BaseException:
-        engine.close()
-        raise
-    if isinstance(engine.engine, ServedEngine):
+    if engine.engine is not None:
         engine.engine.frozen = bases
 
 
-def connect_server(
+def connect_http(
     model: ModelConfig,
     engine: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
+    device: torch.device,
     *,
     trains: bool,
     media: Collection[str] = (),
 ) -> Engine:
-    """Return an engine over the server ``engine.url``, after all checks of the start of a run.
-
-    Nothing changes the server: no weights are sent, and it joins no process group.
+    """Connect to ``lightrft serve``, vLLM or an endpoint of texts. See ``Connect``.
 
     Args:
         model: The model.
         engine: Settings of the engine.
         tokenizer: Tokenizer of the model.
         ends: Token ids that end a response.
+        device: Device of a server that the run starts.
         trains: The weights will change.
         media: Kinds of media of the prompts.
-
-    Raises:
-        ConfigError: See ``local_served``.
-        ResourceError: The server does not answer.
     """
-    built = _connected(engine, tokenizer, ends, vocabulary_of(model), trains=trains)
-    return _checked(built, model, trains=trains, media=media)
-
-
-def _checked(built: Engine, model: ModelConfig, *, trains: bool, media: Collection[str]) -> Engine:
-    """Return the engine that the run uses over a server, or close it if it fails a check."""
     try:
-        if isinstance(built, HTTPEngine):
-            built = _trainable(built, model, trains=trains)
-        if isinstance(built, ServedEngine):
-            banning(built, model)
-        check_server_media(built, media)
-        if trains and isinstance(built, ServedEngine):
-            built.lora = lora_of(model)
-            built.require_updates()
+        built = HTTPEngine.connect(engine, tokenizer, ends, vocabulary_of(model))
+    except TextAlone as error:
+        # Text alone will do where nothing is compared with it.
+        if trains or engine.check_logprobs:
+            raise
+        endpoint = TextEndpoint(open_client(engine), tokenizer, engine, error.model)
+        with closed_on_error(endpoint):
+            check_server_media(endpoint, media)
+        return endpoint
+    with closed_on_error(built):
+        return _checked(_trainable(built, model, trains=trains), model, media, trains=trains)
+
+
+def connect_sglang(
+    model: ModelConfig,
+    engine: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    device: torch.device,
+    *,
+    trains: bool,
+    media: Collection[str] = (),
+) -> Engine:
+    """Connect to a served SGLang, or start one on the device of this rank. See ``Connect``.
+
+    Args:
+        model: The model.
+        engine: Settings of the engine.
+        tokenizer: Tokenizer of the model.
+        ends: Token ids that end a response.
+        device: Device of a server that the run starts.
+        trains: The weights will change.
+        media: Kinds of media of the prompts.
+    """
+    vocabulary, own = vocabulary_of(model), engine.starts_server
+    if own:
+        options = own_server_options(model, engine, device)
+        built = SGLangEngine.start(engine, tokenizer, ends, options, vocabulary)
+    else:
+        built = SGLangEngine.connect(engine, tokenizer, ends, vocabulary)
+    with closed_on_error(built):
+        return _checked(built, model, media, trains=trains or own)
+
+
+@contextmanager
+def closed_on_error(engine: Engine) -> Generator[None]:
+    """Close ``engine`` if the block raises an error."""
+    try:
+        yield
     except BaseException:
-        built.close()
+        engine.close()
         raise
+
+
+def _checked(
+    built: ServedEngine, model: ModelConfig, media: Collection[str], *, trains: bool
+) -> ServedEngine:
+    """Return the engine that the run uses over a server, after all checks."""
+    banning(built, model)
+    check_server_media(built, media)
+    if trains:
+        built.lora = lora_of(model)
+        built.require_updates()
     return built
 
 
@@ -253,9 +336,8 @@ def check_server_media(engine: Engine | None, kinds: Collection[str]) -> None:
         engine: The engine of the run.
         kinds: Kinds of media of the prompts.
     """
-    inner = engine.engine if isinstance(engine, RankZeroEngine) else engine
-    if kinds and isinstance(inner, ServedEngine | TextEndpoint):
-        inner.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}", kinds)
+    if kinds and engine is not None:
+        engine.refuse_media(f"prompts with media of kind {', '.join(sorted(kinds))}", kinds)
 
 
 def banning(engine: ServedEngine, model: ModelConfig) -> ServedEngine:
@@ -270,36 +352,6 @@ def banning(engine: ServedEngine, model: ModelConfig) -> ServedEngine:
     settings = model_settings(model)
     engine.banned = media_token_ids(settings, family_of(settings))
     return engine
-
-
-def _connected(
-    engine: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
-    vocabulary: int,
-    *,
-    trains: bool,
-) -> Engine:
-    """Connect to the server. Accept one that returns text alone if nothing is compared with it."""
-    kind = SGLangEngine if engine.kind == "sglang" else HTTPEngine
-    try:
-        return kind.connect(engine, tokenizer, ends, vocabulary)
-    except TextAlone as error:
-        if trains or engine.check_logprobs:
-            raise
-        return TextEndpoint(open_client(engine), tokenizer, engine, error.model)
-
-
-def _started(
-    model: ModelConfig,
-    engine: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
-    device: torch.device,
-) -> SGLangEngine:
-    """Start an SGLang server on the device of this rank."""
-    options = own_server_options(model, engine, device)
-    return SGLangEngine.start(engine, tokenizer, ends, options, vocabulary_of(model))
 
 
 def vocabulary_of(model: ModelConfig) -> int:
@@ -324,14 +376,28 @@ def own_server_options(model: ModelConfig, engine: EngineConfig, device: torch.d
     return server_options(base_and_lora(model), where_of(model), engine, dtype, device, context)
 
 
-def _send_first(engine: ServedEngine, decoder: DecoderProtocol) -> None:
+def examine_sglang(config: SampledConfig, device: torch.device) -> Iterator[Said]:
+    """Say what ``lightrft doctor`` can tell of an SGLang that each process of the run starts."""
+    if problem := missing_package():
+        yield "bad", "engine.kind", problem
+    elif warning := version_warning():
+        yield "warn", "engine.kind", warning
+    else:
+        yield "ok", "engine.kind", f"= sglang, version {installed_version()}"
+    try:
+        options = own_server_options(config.model, config.engine, device)
+    except UserError as error:
+        yield "bad", "engine.kind", str(error)
+        return
+    each = "the run starts" if config.launch.processes == 1 else "each process starts, on its GPU,"
+    yield "ok", "engine.server_options", f"{each} {command_of(options)}"
+
+
+def _send_first(engine: Engine, decoder: DecoderProtocol) -> None:
     """Send the weights of the policy. Close ``engine`` and raise an error if they differ there."""
     weights = dict(decoder.parameters())
-    try:
+    with closed_on_error(engine):
         refuse_weights(engine.load_weights(weights.items(), 0), weights, 0)
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> ServedEngine:

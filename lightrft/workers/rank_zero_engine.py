@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightrft.config.strategy import SamplingConfig
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
-from lightrft.engines.base import Engine, Fingerprint, HasLimits, never_stop
-from lightrft.roles import HasEventCounts
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.types import Request, Rollout
 
 T = TypeVar("T")
 
 
-class RankZeroEngine:
+class RankZeroEngine(Engine):
     """An engine that rank 0 calls for all ranks. The other ranks only help to gather weights.
 
     Args:
@@ -26,8 +25,6 @@ class RankZeroEngine:
     """
 
     shared_by_all_ranks = True
-    tensor_parallel_size = 1
-    shares_weights = False
 
     def __init__(self, engine: Engine | None, ranks: ProcessGroup) -> None:
         self.engine = engine
@@ -50,7 +47,7 @@ class RankZeroEngine:
         return self.engine.generate(requests, sampling, stopped)
 
     def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
-        """See ``HasLimits.check_limits``. Every rank must call it.
+        """See ``Engine.check_limits``. Every rank must call it.
 
         Args:
             longest: Length of the longest prompt, in tokens.
@@ -60,10 +57,15 @@ class RankZeroEngine:
         """
 
         def check() -> None:
-            if isinstance(self.engine, HasLimits):
+            if self.engine is not None:
                 self.engine.check_limits(longest, sampling, key, data)
 
         run_on_all_ranks(self._ranks, check)
+
+    def refuse_media(self, what: str, kinds: Collection[str]) -> None:
+        """See ``Engine.refuse_media``."""
+        if self.engine is not None:
+            self.engine.refuse_media(what, kinds)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
         """See ``Engine.load_weights``. Every rank must call it."""
@@ -85,8 +87,8 @@ class RankZeroEngine:
             self.engine.wake()
 
     def take_counts(self) -> Mapping[str, float]:
-        """See ``HasEventCounts``."""
-        return self.engine.take_counts() if isinstance(self.engine, HasEventCounts) else {}
+        """See ``Engine.take_counts``."""
+        return {} if self.engine is None else self.engine.take_counts()
 
     def close(self) -> None:
         """Close the engine."""

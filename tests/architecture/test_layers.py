@@ -181,23 +181,29 @@ def test_only_strategies_engines_and_kernels_speak_of_cuda() -> None:
     )
 
 
-ENGINE_KIND = re.compile(r"\bengine\.kind (?:==|!=|in|not in) ")
-KNOW_KINDS = {"local_served", "sent_weights"}
-"""Modules below the table of kinds, or about one server alone."""
+ENGINE_KIND = re.compile(
+    r"\bengine\.kind (?:==|!=|in|not in) "
+    r"|isinstance\([^()]*\b(?:Native|VLLM|VLLMServer|HTTP|SGLang|Served)Engine\b"
+    r"|isinstance\([^()]*\bTextEndpoint\b"
+)
 
 
 def lines_on_a_kind(module: Module) -> list[str]:
-    """Lines that compare ``engine.kind``, where a row of the table of kinds could be asked."""
+    """Lines that compare ``engine.kind`` or the class of an engine, outside of engines and table."""
+    if module.part == "engines" or module.name[-1:] == ("engine_kinds",):
+        return []
     return [
         f"{module.where}:{number}"
         for number, line in enumerate(module.text.splitlines(), 1)
-        if ENGINE_KIND.search(line) and module.name[-1] not in KNOW_KINDS
+        if ENGINE_KIND.search(line)
     ]
 
 
 def test_what_differs_between_engines_is_in_the_table_of_kinds() -> None:
     assert all_of(map(lines_on_a_kind, modules())) == []
     assert lines_on_a_kind(fake('if config.engine.kind == "vllm": ...', "trainer", "x"))
+    assert lines_on_a_kind(fake("assert isinstance(one, Base | HTTPEngine)", "workers", "x"))
+    assert not lines_on_a_kind(fake("assert isinstance(one, RankZeroEngine)", "workers", "x"))
 
 
 def test_no_folder_of_the_package_holds_more_than_twenty_files() -> None:

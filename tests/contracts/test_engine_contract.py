@@ -27,6 +27,8 @@ from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
+from lightrft.utils.registry import resolve
+from tests.architecture.tree import ROOT
 from tests.model_helpers import assert_logprobs_close, vllm_model
 from tests.serving_helpers import free_port, serve_process, wait_for
 from tests.sglang_server import PACKAGE, sglang_server, started_sglang
@@ -34,11 +36,13 @@ from tests.vllm_server import TRAINS, vllm_server
 
 ENGINES = [
     "native",
+    "custom",
     "http",
     "sglang",
     "sglang_started",
     *(["vllm", "vllm_server", "vllm_server_trained"] if importlib.util.find_spec("vllm") else []),
 ]
+CUSTOM = f"{ROOT}/examples/custom_engine.py:"
 KEY = "TEST_KEY_OF_SERVERS"
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "one two three four"]
 
@@ -126,6 +130,11 @@ def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
                     trained.require_updates()
             yield Subject(trained if words else engine, model, tokenizer)
             engine.close()
+        return
+    if request.param == "custom":
+        copy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        plain = resolve(f"{CUSTOM}PlainEngine")
+        yield Subject(plain(KVDecoder(copy), tokenizer, settings), model, tokenizer)
         return
     if request.param == "native":
         copy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -31,7 +31,7 @@ from lightrft.models.multimodal.submodules import part_of
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.workers.engine_kinds import check_media
-from lightrft.workers.local_served import local_served
+from lightrft.workers.local_served import connect_http, local_served
 from lightrft.workers.local_vllm import media_kinds
 from tests.contracts.test_engine_contract import KEY, own_server
 from tests.media_helpers import Piece, Rig, rig
@@ -200,6 +200,7 @@ def vllm_subject(family: str, folder: Path) -> Iterator[Subject]:
         settings = EngineConfig(kind="http", url=server.url, max_num_seqs=8, deadline=300.0)
         decoder, media = KVDecoder(made.actor.model), sorted(SERVED_KINDS[family])
         engine = local_served(
+            connect_http,
             model,
             settings,
             made.tokenizer,

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
-from lightrft.diagnostics.doctor_parts import engine as doctor_engine
 from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_models
 from lightrft.diagnostics.doctor_parts import server as doctor_server
 from lightrft.engines.http import HTTPEngine
@@ -23,6 +22,7 @@ from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.workers import local_vllm
 from tests.e2e.command import ROOT, Outcome, assert_refused, command
 from tests.serving_helpers import model_server
 
@@ -383,7 +383,7 @@ def test_a_process_reward_model_is_examined_with_the_steps_of_its_rows(
 def test_an_engine_that_is_not_installed_or_cannot_keep_a_setting_is_bad(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(local_vllm, "find_spec", lambda name: None)
     found = doctor(capsys, folder, "engine.kind=vllm", "sampling.temperature=0.001")
     assert found.status == 2
     assert found.out.count("\n  bad ") == 2
@@ -417,8 +417,8 @@ def test_the_version_of_an_engine_is_compared_with_the_tested_ones(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor_engine, "find_spec", lambda name: True)
-    monkeypatch.setattr(doctor_engine, "installed_version", lambda: number)
+    monkeypatch.setattr(local_vllm, "find_spec", lambda name: True)
+    monkeypatch.setattr(local_vllm, "installed_version", lambda: number)
     found = doctor(capsys, folder, "engine.kind=vllm", "model.lora.dora=true")
     assert line(found, "engine.kind").split()[0] == verdict
     assert "whole weights" in line(found, "model.lora")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config.base import deep_merge
+from tests.architecture.tree import ROOT
 
 Tree = dict[str, Any]
 
@@ -480,6 +481,9 @@ FLIPS: dict[str, Flip] = {
         2, "run", {**FAR, **LONG, "rollout": {"partial": True, "max_tokens_per_step": 3}}
     ),
     "engine.kind": Flip("vllm", "run", ADAPTERS, refused=True),
+    "engine.options": Flip(
+        {"seed": 7}, "run", {"engine": {"kind": f"{ROOT}/examples/custom_engine.py:KIND"}}
+    ),
     "engine.max_cache_tokens": Flip(64, "run"),
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),

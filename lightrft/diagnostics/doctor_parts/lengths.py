@@ -10,7 +10,7 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import PolicyConfig, RLConfig
 from lightrft.diagnostics.doctor_parts.engine import media_findings
 from lightrft.diagnostics.findings import Finding
-from lightrft.engines.base import Engine, HasLimits
+from lightrft.engines.base import Engine
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.models.processors import Processor
 from lightrft.rollout.eval_prompts import load_eval_prompts
@@ -76,7 +76,7 @@ def length_findings(
     except ConfigError as error:
         says = str(error).removeprefix("engine.max_cache_tokens ")
         yield Finding("settings", "bad", "engine.max_cache_tokens", says)
-    if isinstance(server, HasLimits):
+    if server is not None:
         try:
             server.check_limits(tokens, sampling, key, data)
         except ConfigError as error:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
+import torch
+
 from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import PolicyConfig, TrainingConfig
 from lightrft.diagnostics.findings import Finding
-from lightrft.diagnostics.memory.sent_weights import ServerKind, asks_server
-from lightrft.engines.base import Engine
-from lightrft.engines.http import HTTPEngine
+from lightrft.diagnostics.memory.sent_weights import asks_server
+from lightrft.engines.base import Engine, ServerKind
 from lightrft.engines.served.start_checks import open_client, served_model
-from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.stop_strings import model_ends
 from lightrft.utils.errors import RESUMES, UserError
 from lightrft.utils.http_client.server_client import Unanswered
+from lightrft.workers.engine_kinds import kind_of
 from lightrft.workers.local import local_tokenizer
-from lightrft.workers.local_served import connect_server
 
 PATIENCE = 10.0
 """Seconds within which a server must tell its model."""
@@ -40,16 +40,12 @@ class ServerReport:
     @property
     def kind(self) -> ServerKind | None:
         """The kind of the server. ``None`` if it is unknown."""
-        if self.engine is None:
-            return None
-        if isinstance(self.engine, HTTPEngine):
-            return "lightrft"
-        return "vllm" if isinstance(self.engine, VLLMServerEngine) else "sglang"
+        return None if self.engine is None else self.engine.server
 
     @property
     def is_paused(self) -> bool:
         """The server answers nobody until a run sends its weights."""
-        return isinstance(self.engine, HTTPEngine | VLLMServerEngine) and self.engine.is_paused
+        return self.engine is not None and self.engine.is_paused
 
     def close(self) -> None:
         """Close the connections."""
@@ -66,6 +62,8 @@ def examine_server(config: TrainingConfig) -> ServerReport:
     if not asks_server(config):
         return ServerReport()
     assert isinstance(config, PolicyConfig)
+    connect = kind_of(config.engine).connect
+    assert connect is not None  # of kinds with a server alone
     about, url = "engine.url", config.engine.url
     try:
         name = _served_name(config.engine)
@@ -77,9 +75,8 @@ def examine_server(config: TrainingConfig) -> ServerReport:
             return ServerReport((Finding("engine", "warn", about, says),))
         ends = model_ends(tokenizer, ())
         # all verbs that train send their weights, also for evaluations alone
-        built = connect_server(
-            config.model, _within(config.engine, CHECK_PATIENCE), tokenizer, ends, trains=True
-        )
+        patient = _within(config.engine, CHECK_PATIENCE)
+        built = connect(config.model, patient, tokenizer, ends, torch.device("cpu"), trains=True)
     except UserError as error:
         says = str(error).removesuffix(f". {RESUMES}")
         return ServerReport((Finding("engine", "bad", about, says),))

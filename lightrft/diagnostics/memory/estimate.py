@@ -40,7 +40,8 @@ from lightrft.diagnostics.memory.phases import (
     passes,
     reading,
 )
-from lightrft.diagnostics.memory.sent_weights import ServerKind, asks_server, sent_weights
+from lightrft.diagnostics.memory.sent_weights import asks_server, sent_weights
+from lightrft.engines.base import ServerKind
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.loading.adapter_base import adds_adapters

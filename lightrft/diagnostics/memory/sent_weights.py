@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
 from lightrft.config.verbs import PolicyConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.memory.phases import Device, Model
-from lightrft.engines.sending.sglang_weights import BUCKET as SGLANG_BUCKET
-from lightrft.engines.sending.sglang_weights import SHARD as SGLANG_FILE
-from lightrft.engines.sending.vllm_weights import BUCKET as VLLM_BUCKET
+from lightrft.engines.base import ServerKind
+from lightrft.engines.sending.sender_memory import SentWeights, sender_memory
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.module_tensors import factor_of, plain_name
-
-ServerKind: TypeAlias = Literal["lightrft", "vllm", "sglang"]
-SERVE_BUCKET = 64 * 2**20
-"""Bytes of a bucket of ``lightrft serve``, by the default of ``http.max_body_mb``."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentWeights:
-    """Bytes that a rank holds to send weights.
-
-    Attributes:
-        copies: Copies in CPU memory, for a server that is restarted.
-        bucket: Buckets in CPU memory.
-        device_bucket: Buckets on the device of the policy.
-    """
-
-    copies: float = 0.0
-    bucket: float = 0.0
-    device_bucket: float = 0.0
 
 
 def asks_server(config: TrainingConfig) -> bool:
@@ -65,16 +42,8 @@ def sent_weights(
     ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
     # the frozen weights under adapters, which rank 0 gathers once for all updates
     frozen = bases if ahead and device.processes > 1 and not starts else 0.0
-    if engine.kind == "sglang":
-        if engine.weights_dir is not None:
-            return SentWeights(frozen, min(SGLANG_FILE, whole))
-        return SentWeights(whole + frozen, device_bucket=min(SGLANG_BUCKET, whole))
-    if server == "lightrft":
-        changes = bases or sum(p.count * p.itemsize for p in policy.parameters if p.trained)
-        return SentWeights(changes + frozen, min(SERVE_BUCKET, changes))
-    if engine.weights_dir is not None:
-        return SentWeights()
-    return SentWeights(whole + frozen, device_bucket=min(2.0 * VLLM_BUCKET, whole))
+    changes = bases or sum(p.count * p.itemsize for p in policy.parameters if p.trained)
+    return sender_memory(engine, server, whole, changes, frozen)
 
 
 def is_base(name: str) -> bool:

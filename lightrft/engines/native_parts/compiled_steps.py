@@ -7,13 +7,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.config.engine import EngineConfig
-from lightrft.engines.decoder_protocol import CompiledSteps, CompilingDecoder, DecoderProtocol
+from lightrft.engines.base import Engine
+from lightrft.engines.decoder_protocol import CompilingDecoder, DecoderProtocol
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.utils.device_transfer import is_out_of_memory
 from lightrft.utils.errors import ConfigError
@@ -129,14 +130,6 @@ SHARDED = (
 """Why the policy of several processes compiles no steps."""
 
 
-@runtime_checkable
-class CompilingEngine(Protocol):
-    """An engine that may compile its steps."""
-
-    @property
-    def compiled(self) -> CompiledSteps | None: ...
-
-
 def compile_decoder(decoder: DecoderProtocol, *, sharded: bool) -> None:
     """Let ``decoder`` compile its steps.
 
@@ -182,10 +175,10 @@ def compile_where_it_pays(decoder: DecoderProtocol, config: EngineConfig, *, sha
     return True
 
 
-def compile_metrics(engine: object) -> Metrics:
+def compile_metrics(engine: Engine) -> Metrics:
     """Return what ``engine`` has compiled so far. Return no metrics without compilation."""
     metrics = Metrics()
-    if isinstance(engine, CompilingEngine) and (found := engine.compiled) is not None:
+    if (found := engine.compiled) is not None:
         metrics.add("rollout/compiled_graphs", Last(found.graphs))
         metrics.add("rollout/compiled_steps", Last(found.steps))
         metrics.add("rollout/compile_seconds", Last(found.seconds))

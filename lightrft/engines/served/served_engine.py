@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import LoRAConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.engines.base import Fingerprint, never_stop
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import (
@@ -61,7 +61,7 @@ class Piece:
     reason: str | None = None
 
 
-class ServedEngine(ABC):
+class ServedEngine(Engine):
     """An engine behind HTTP. A subclass knows the protocol of its server.
 
     Any number of ``generate`` iterators may be open.
@@ -82,13 +82,7 @@ class ServedEngine(ABC):
         cost: Bytes and seconds of weight updates.
         lora: Settings of the policy's adapters, which are merged before weights are sent. ``None``
             without adapters.
-        frozen: Parameters that are merged with those of each update, for callers that send the
-            trained ones alone.
     """
-
-    shared_by_all_ranks = False
-    tensor_parallel_size = 1
-    shares_weights = False
 
     def __init__(
         self,
@@ -108,7 +102,6 @@ class ServedEngine(ABC):
         self.counts: Counter[str] = Counter()
         self.cost = UpdateCost()
         self.lora: LoRAConfig | None = None
-        self.frozen: Mapping[str, Tensor] = {}
         self._ends = sorted(set(ends))
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._open: set[_Call] = set()
@@ -201,7 +194,7 @@ class ServedEngine(ABC):
         self.refuse_media(f"prompt {prompt.id!r}, which has media", ())
 
     def check_limits(self, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
-        """See ``HasLimits.check_limits``.
+        """See ``Engine.check_limits``.
 
         Args:
             longest: Length of the longest prompt, in tokens.
@@ -229,7 +222,7 @@ class ServedEngine(ABC):
     def path(self) -> str:
         """The path that generates."""
 
-    def prepare_trial(self) -> None:  # noqa: B027 (nothing is the default)
+    def prepare_trial(self) -> None:
         """Prepare the server for a call. It is called before each trial, from several threads.
 
         Raises ``ModelError`` if the server has other weights than this run.
@@ -255,9 +248,6 @@ class ServedEngine(ABC):
             ModelError: Tokens or log-probs are missing, or of other weights.
             Passing: The call must be repeated.
         """
-
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint: ...
 
     def whole(
         self, weights: Iterable[tuple[str, Tensor]], read: Fingerprint

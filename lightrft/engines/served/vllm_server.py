@@ -69,6 +69,8 @@ class VLLMServerEngine(ServedEngine):
         replicas: Number of replicas of the server, each with a cache of its own.
     """
 
+    server = "vllm"
+
     def __init__(
         self,
         client: ServerClient,

@@ -15,8 +15,13 @@ def check_engine(config: RLConfig) -> None:
     kind = kind_of(engine)
     if workers and kind.build_worker is None:
         raise ConfigError(
-            f"launch.ray.engines = {workers}: engine.kind = {engine.kind} asks a server in place "
-            "of workers; leave out launch.ray.engines, or set engine.kind to native or vllm"
+            f"launch.ray.engines = {workers}: engine.kind = {engine.kind} runs in no worker; leave "
+            "out launch.ray.engines, or set engine.kind to native or vllm"
+        )
+    if config.rollout.staleness and kind.build_async is None:
+        raise ConfigError(
+            f"rollout.staleness = {config.rollout.staleness}: engine.kind = {engine.kind} "
+            "generates between steps alone; leave out rollout.staleness, or set engine.kind=native"
         )
     if kind.copies_weights:
         # a worker loads the whole model by itself

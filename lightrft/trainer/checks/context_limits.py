@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from lightrft.config.engine import EngineConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.engines.base import Engine, HasLimits
+from lightrft.engines.base import Engine
 from lightrft.engines.requests import way_to_shorten
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding.kinds import length_bound
@@ -43,8 +43,7 @@ def check_lengths(
     actor.longest_row = max(actor.longest_row or 0, longest + sampling.max_new_tokens)
     check_context(actor.base.config, longest, sampling, key, data)
     check_cache(settings, longest, sampling, key, data)
-    if isinstance(engine, HasLimits):
-        engine.check_limits(longest, sampling, key, data)
+    engine.check_limits(longest, sampling, key, data)
 
 
 def check_context(

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.config.base import build, deep_merge
+from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import ChatConfig, RLConfig
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.engines.vllm_parts.options import CPU_STEP_TOKENS

@@ -10,8 +10,10 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.checks.check_engine import check_engine
 from lightrft.utils.errors import ConfigError
+from tests.architecture.tree import ROOT
 
 SERVER = {"kind": "http", "url": "http://127.0.0.1:1"}
+OWN = f"{ROOT}/examples/custom_engine.py:KIND"
 RAY = {"kind": "ray", "processes": 2, "ray": {"engines": 1}}
 
 
@@ -29,6 +31,10 @@ def config(tree: dict[str, Any]) -> RLConfig:
         (
             {"engine": SERVER, "launch": RAY},
             r"launch\.ray\.engines = 1: engine\.kind = http .*leave out launch\.ray\.engines",
+        ),
+        (
+            {"engine": {"kind": OWN}, "rollout": {"staleness": 1}},
+            r"rollout\.staleness = 1: engine\.kind = .*between steps alone; leave out",
         ),
         (
             {"engine": {"kind": "vllm"}, "strategy": {"tensor_parallel": 2}},

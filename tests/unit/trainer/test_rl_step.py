@@ -261,6 +261,8 @@ def test_a_policy_that_gives_a_token_no_probability_is_trained_on_the_others(pre
 class Told(Unused):
     """An engine that takes weights and does nothing with them."""
 
+    compiled = None
+
     def load_weights(self, weights: Any, version: int) -> None:
         list(weights)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
@@ -21,7 +22,7 @@ from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request
 from lightrft.utils.errors import ModelError
-from lightrft.workers.local_served import banning, connect_server
+from lightrft.workers.local_served import banning, connect_http
 from tests.serving_helpers import model_server
 
 ROWS = 104
@@ -82,7 +83,7 @@ def test_the_vocabulary_of_a_run_is_that_of_the_model_and_not_of_its_tokenizer(
     model = ModelConfig(path=str(tmp_path))
     with model_server(tmp_path) as (url, _):
         config = EngineConfig(kind="http", url=url)
-        engine = connect_server(model, config, tokenizer, [1], trains=False)
+        engine = connect_http(model, config, tokenizer, [1], torch.device("cpu"), trains=False)
     assert isinstance(engine, HTTPEngine)
     assert engine.vocabulary == ROWS > len(tokenizer)
     assert VLLMServerEngine.over(engine).vocabulary == ROWS
