@@ -28,6 +28,8 @@ class EngineConfig(Settings):
 
     section: ClassVar[str] = "engine"
     """Key of the section, for messages."""
+    shorthand: ClassVar[str | None] = "kind"
+    """The setting that a bare string or number stands for."""
     functions: ClassVar[tuple[str, ...]] = ("kind",)
     """The settings of this section that name objects of a user's code."""
 

@@ -259,6 +259,9 @@ class RewardConfig(Settings):
     """The scoring of responses. A call that fails in any way fails its samples only. Failed samples
     are counted and never trained on."""
 
+    shorthand: ClassVar[str | None] = "terms"
+    """The setting that a bare string or number stands for."""
+
     terms: Terms = ()
     """Terms of the reward: one name, or a list of names and tables; see ``RewardTerm``."""
     per_source: dict[str, Terms] = Field(default_factory=dict)

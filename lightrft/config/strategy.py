@@ -84,6 +84,8 @@ class StrategyConfig(Settings):
 
     section: ClassVar[str] = "strategy"
     """Key of the section, for messages."""
+    shorthand: ClassVar[str | None] = "kind"
+    """The setting that a bare string or number stands for."""
 
     kind: Literal["auto", "single", "fsdp2", "deepspeed"] = "auto"
     """``single`` is one process. ``fsdp2`` and ``deepspeed`` shard the model over all processes.

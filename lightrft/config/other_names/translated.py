@@ -33,7 +33,7 @@ ADAPTERS = "0 means no adapters there; here model.lora=null does"
 
 MODELS = (
     NameRow(
-        "model_name_or_path pretrain model model_name name_or_path "
+        "model_name_or_path pretrain student student_model model model_name name_or_path "
         "model_path sft_model_path actor.model_name_or_path model.model_name_or_path "
         f"model.partial_pretrain model.path {MODEL}.path hf_model_path base_model_path",
         "model.path path models",
@@ -71,7 +71,7 @@ MODELS = (
     ),
     NameRow("fp16", "model.dtype", "the type of the weights", when("model.dtype", to.FP16)),
     NameRow(
-        "torch_dtype dtype param_dtype ds.param_dtype infer_dtype model_init_kwargs.{torch_dtype,"
+        "torch_dtype dtype precision param_dtype ds.param_dtype infer_dtype model_init_kwargs.{torch_dtype,"
         f"dtype}} {ACTOR}.fsdp_config.model_dtype model.fsdp_config.model_dtype "
         "model_kwargs.torch_dtype",
         "model.dtype dtype",
@@ -79,7 +79,7 @@ MODELS = (
         to.DTYPES,
     ),
     NameRow(
-        "attn_implementation attn_impl ds.attn_implementation flash_attn attention_backend "
+        "attn_implementation attn attn_impl ds.attn_implementation flash_attn attention_backend "
         f"model_init_kwargs.attn_implementation {MODEL}.override_config.attn_implementation",
         "model.attention",
         "it acts on the layout `padded` alone; other layouts choose their kernel themselves",
@@ -135,7 +135,7 @@ MODELS = (
         "lora: set model.lora.rank; full: leave model.lora out; freeze: model.freeze",
         ValueTable({"lora": Converted(), "full": Converted()}),
     ),
-    NameRow("load_in_4bit ds.load_in_4bit", "model.load_in_4bit"),
+    NameRow("load_in_4bit ds.load_in_4bit qlora", "model.load_in_4bit"),
     NameRow(
         "quantization_bit quant_bits",
         "model.load_in_4bit",
@@ -212,7 +212,7 @@ MODELS = (
         ),
     ),
     NameRow(
-        "ref_model ref_pretrain ref.model_name_or_path ref_model_name_or_path",
+        "ref_model ref ref_policy ref_pretrain ref.model_name_or_path ref_model_name_or_path",
         "reference",
         "null takes the model that training starts from",
     ),
@@ -356,14 +356,14 @@ DATA = (
         positive,
     ),
     NameRow(
-        "max_length max_seq_length max_len cutoff_len model_max_length data.max_length "
+        "max_length max_seq_length max_seq_len seq_len context_length max_len cutoff_len model_max_length data.max_length "
         "data.max_len max_model_len",
         "max_tokens",
         "tokens of a prompt with its response",
         positive,
     ),
     NameRow(
-        "max_length max_seq_length max_len cutoff_len model_max_length data.max_length "
+        "max_length max_seq_length max_seq_len seq_len context_length max_len cutoff_len model_max_length data.max_length "
         "data.max_len max_model_len",
         "data.max_prompt_tokens",
         "tokens of the prompt alone; sampling.max_new_tokens bounds the response",
@@ -645,7 +645,7 @@ SAMPLING = (
             }
         ),
     ),
-    NameRow("use_vllm", "engine.kind", "true is `vllm`", when("engine.kind", "vllm")),
+    NameRow("use_vllm vllm", "engine.kind", "true is `vllm`", when("engine.kind", "vllm")),
     NameRow(
         "vllm_mode",
         "engine.kind",

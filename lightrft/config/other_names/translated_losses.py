@@ -89,7 +89,7 @@ ALGORITHM = (
         to.clip_range,
     ),
     NameRow(
-        "eps_clip actor.eps_clip cliprange",
+        "eps_clip actor.eps_clip cliprange clip_eps",
         "algorithm.loss.clip_low",
         "it sets the upper end too: algorithm.loss.clip_high",
         to.clip_range,
@@ -181,7 +181,7 @@ ALGORITHM = (
         "algorithm.kl.weighted",
     ),
     NameRow(
-        "kl_target algo.kl.target algorithm.kl_ctrl.target_kl",
+        "kl_target target_kl algo.kl.target algorithm.kl_ctrl.target_kl",
         "algorithm.kl.target",
         "nats per response, the sum over its tokens; with algorithm.kl.controller=adaptive",
         lambda value, options: (
@@ -220,7 +220,7 @@ ALGORITHM = (
         ),
     ),
     NameRow(
-        f"entropy_coeff entropy_coef entropy_loss_coef actor.entropy_coef {ACTOR}.entropy_coeff",
+        f"entropy_coeff entropy_coef ent_coef entropy_loss_coef actor.entropy_coef {ACTOR}.entropy_coeff",
         "algorithm.entropy.coef",
         "",
         lambda value, _: value or 0.0,

@@ -22,7 +22,7 @@ REWARD = (
         as_list,
     ),
     NameRow(
-        "reward_funcs custom_reward_function.path reward.custom_reward_function.path "
+        "reward_funcs reward_function verifier custom_reward_function.path reward.custom_reward_function.path "
         "reward_model_plugin external_plugins custom_reward_function",
         "reward.terms",
         "a function gets one rollout and returns a number (docs/tutorials/own-reward.md)",

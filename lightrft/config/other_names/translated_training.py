@@ -51,7 +51,7 @@ STEPS = (
     ),
     NameRow("max_epochs train.max_epochs", "train.epochs"),
     NameRow(
-        "max_steps train_iters",
+        "max_steps train_iters total_steps",
         "train.steps",
         "rollout steps in rl, where one may hold several optimizer steps; else optimizer steps",
         positive,
@@ -195,7 +195,10 @@ STEPS = (
         f"{ACTOR}.optim.lr train_learning_rate",
         "optimizer.lr",
     ),
-    NameRow("critic_learning_rate critic.optim.lr critic.adam.lr critic_lr", "critic.optimizer.lr"),
+    NameRow(
+        "critic_learning_rate critic.optim.lr critic.adam.lr critic_lr value_lr",
+        "critic.optimizer.lr",
+    ),
     NameRow("vit_lr aligner_lr", "optimizer.lr_of", "optimizer.lr_of.tower or .projector", by_hand),
     NameRow(
         "adam_betas adam_beta1 adam_beta2 adam.betas actor.adam.betas optim.betas "
@@ -224,7 +227,7 @@ STEPS = (
         "critic.grad_clip critic.optim.clip_grad critic.max_norm", "critic.optimizer.max_grad_norm"
     ),
     NameRow(
-        "lr_scheduler_type lr_scheduler lr_decay_style optim.lr_scheduler warmup_style "
+        "lr_scheduler_type lr_scheduler lr_decay_style optim.lr_scheduler warmup_style scheduler "
         f"{ACTOR}.optim.lr_scheduler_type {ACTOR}.optim.lr_decay_style "
         f"{ACTOR}.optim.warmup_style actor.lr_scheduler model.lr_scheduler",
         "optimizer.schedule",
@@ -253,7 +256,7 @@ STEPS = (
         positive,
     ),
     NameRow(
-        f"warmup_steps lr_warmup_steps lr_warmup_iters {ACTOR}.optim.lr_warmup_steps",
+        f"warmup_steps lr_warmup_steps lr_warmup_iters {ACTOR}.optim.lr_warmup_steps warmup",
         "optimizer.warmup_steps",
         "optimizer steps; a number below 1 is optimizer.warmup_ratio",
         to.share_of_steps,
@@ -285,7 +288,7 @@ STEPS = (
 
 PLACES = (
     NameRow(
-        "zero_stage ds.zero_stage",
+        "zero_stage ds.zero_stage zero",
         "strategy.zero_stage",
         "with strategy.kind=deepspeed",
         lambda value, _: Converted({"strategy.kind": "deepspeed", "strategy.zero_stage": value}),
@@ -331,7 +334,7 @@ PLACES = (
         lambda value, _: value if value and value > 1 else Converted(),
     ),
     NameRow(
-        "ring_attn_size ds.ring_attn_size sp_size sequence_parallel_size "
+        "ring_attn_size ds.ring_attn_size sp_size sequence_parallel_size sp cp "
         "ulysses_sequence_parallel_size context_parallel_size "
         f"{ACTOR}.ulysses_sequence_parallel_size actor.ulysses_sequence_parallel_size "
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size "
@@ -341,7 +344,7 @@ PLACES = (
     ),
     NameRow(
         "ds_tensor_parallel_size ds.tensor_parallel_size deepspeed_autotp_size "
-        "tensor_model_parallel_size",
+        "tensor_model_parallel_size tp",
         "strategy.tensor_parallel",
         "processes that share each layer in training; it divides the processes",
     ),
@@ -358,7 +361,7 @@ PLACES = (
         lambda value, _: max(1, round(value / 60)),
     ),
     NameRow(
-        "n_gpus_per_node nproc_per_node num_processes trainer.n_gpus_per_node",
+        "n_gpus_per_node nproc_per_node num_processes trainer.n_gpus_per_node gpus num_gpus n_gpus",
         "launch.processes",
         ON_DEVICES,
         to.processes,
@@ -423,20 +426,20 @@ PLACES = (
         "MiB; with launch.ray.engines",
         by_hand,
     ),
-    NameRow("use_cpu", "strategy.device", "true is `cpu`", when("strategy.device", "cpu")),
+    NameRow("use_cpu cpu", "strategy.device", "true is `cpu`", when("strategy.device", "cpu")),
     NameRow("trainer.device", "strategy.device", "", ValueTable({"cuda": "cuda", "cpu": "cpu"})),
 )
 
 RUN = (
     NameRow(
-        "output_dir default_local_dir trainer.default_local_dir save_path ckpt_path "
+        "output_dir default_local_dir trainer.default_local_dir save_path ckpt_path ckpt_dir "
         "ckpt.output_dir ckpt.path save export_dir",
         "run.dir output",
         "the run is the folder run.dir/run.name, with its model in model/",
         to.folder,
     ),
     NameRow(
-        "run_name experiment_name trainer.experiment_name exp_name wandb_run_name "
+        "run_name experiment_name trainer.experiment_name exp_name wandb_run_name experiment "
         "logger.wandb.run_name wandb_exp_name",
         "run.name",
         "the name of the run's folder below run.dir",
@@ -462,7 +465,7 @@ RUN = (
     NameRow("overwrite_output_dir", "run.overwrite"),
     NameRow("disable_tqdm", "run.progress", "the opposite", inverse),
     NameRow(
-        "save_steps save_freq trainer.save_freq ckpt.save_steps",
+        "save_steps save_freq trainer.save_freq ckpt.save_steps save_every save_interval",
         "checkpoint.every",
         "",
         to.every,
@@ -490,7 +493,7 @@ RUN = (
         ),
     ),
     NameRow(
-        "eval_steps eval.steps test_freq trainer.test_freq eval_iters",
+        "eval_steps eval.steps test_freq trainer.test_freq eval_iters eval_every eval_interval",
         "eval.every",
         "",
         to.every,
