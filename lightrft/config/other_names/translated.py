@@ -212,7 +212,7 @@ MODELS = (
         ),
     ),
     NameRow(
-        "ref_model ref ref_policy ref_pretrain ref.model_name_or_path ref_model_name_or_path",
+        "ref_model ref_policy ref_pretrain ref.model_name_or_path ref_model_name_or_path",
         "reference",
         "null takes the model that training starts from",
     ),

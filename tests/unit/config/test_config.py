@@ -264,6 +264,19 @@ def test_bare_values_stand_for_branches() -> None:
     assert [s.path for s in found.data.sources] == ["a.jsonl"]
 
 
+def test_bare_values_stand_for_the_reward_the_engine_and_the_strategy(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("reward: mine.py:score\nengine: vllm\nstrategy: fsdp2\n")
+    (tmp_path / "mine.py").touch()
+    found = load_settings(RLConfig, [file]).settings
+    assert [t.function for t in found.reward.terms] == [f"{tmp_path}/mine.py:score"]
+    assert (found.engine.kind, found.strategy.kind) == ("vllm", "fsdp2")
+    words = ["reward=[math,format]", "engine=native", "engine.max_num_seqs=8"]
+    found = load_settings(RLConfig, [file], words).settings
+    assert [t.function for t in found.reward.terms] == ["math", "format"]
+    assert (found.engine.kind, found.engine.max_num_seqs) == ("native", 8)
+
+
 def test_a_path_stands_for_the_sources_of_data() -> None:
     words = ["data=a.jsonl", "data.shuffle=false", "eval.data=b.jsonl"]
     found = load_settings(RLConfig, [], words).settings

@@ -331,3 +331,15 @@ def test_a_name_of_an_earlier_version_is_answered_where_the_verb_has_its_setting
     assert said("rl", "rollout.prompts") == "rollout.prompts is rollout.prompts_per_step here"
     assert said("sft", "rollout.prompts") == ""
     assert OLD_NAMES["reward.deadline"] == "reward.timeout"
+
+
+@pytest.mark.parametrize(("name", "value", "here"), [
+    ("gpus", 8, "launch.processes"), ("precision", "bf16", "model.dtype=bfloat16"),
+    ("save_every", 10, "checkpoint.every"), ("eval_every", 10, "eval.every"),
+    ("tp", 2, "strategy.tensor_parallel"), ("sp", 2, "strategy.sequence_parallel"),
+    ("warmup", 0.1, "optimizer.warmup_ratio=0.1"), ("student", "m", "model.path"),
+    ("reward_function", "a.py:f", "reward.terms"), ("target_kl", 3, "algorithm.kl.target"),
+])  # fmt: skip
+def test_everyday_names_of_no_framework_are_answered_with_the_setting(name, value, here):
+    with pytest.raises(ConfigError, match=rf"{name} is .*{re.escape(here)}"):
+        load_settings(verbs.RLConfig, [], [f"{name}={value}"])
