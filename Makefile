@@ -17,8 +17,9 @@ UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 pip_of = $(if $(UV),VIRTUAL_ENV="$(abspath $(1))" $(UV) pip,"$(1)/bin/python" -m pip)
 
 # The CPU build of torch has no build of torchvision. The one on PyPI loads once its two operators are declared.
+# timm, which some towers are made of, needs it too.
 define add_torchvision
-	$(call pip_of,$(1)) install --no-deps torchvision==0.28.0
+	$(call pip_of,$(1)) install --no-deps torchvision==0.28.0 timm==1.0.31
 	site=$$("$(1)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	cp tests/environment/torchvision_ops.py "$$site" && echo 'import torchvision_ops' > "$$site/torchvision_ops.pth"
 endef
@@ -86,7 +87,7 @@ $(VLLM_VENV)/installed: pyproject.toml tests/environment/torchvision_ops.py
 	$(call add_torchvision,$(VLLM_VENV))
 	@touch $@
 
-# The families that read media whose processors need torchvision, in an environment of their own.
+# The families that read media whose processors need torchvision, or whose towers need timm, in an environment of their own.
 test-torchvision: $(TORCHVISION_VENV)/torchvision
 	OMP_NUM_THREADS=1 "$(TORCHVISION_VENV)/bin/python" -m pytest -n $(JOBS) -m torchvision tests/unit tests/invariance tests/contracts $(ARGS)
 

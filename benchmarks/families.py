@@ -10,7 +10,6 @@ a message, or ``wrong``. ``--write`` stores the verdicts, from which ``docs/gene
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import sys
@@ -39,7 +38,7 @@ from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.families import FAMILIES
-from lightrft.models.tiny import ALL_MEDIA_FAMILIES, TORCHVISION_FAMILIES
+from lightrft.models.tiny import ALL_MEDIA_FAMILIES, missing_package
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_model
 from lightrft.types import Batch, Prompt, Request
@@ -250,10 +249,10 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     logging.getLogger("lightrft").setLevel(logging.ERROR)
     families = list(options.families)
-    if importlib.util.find_spec("torchvision") is None:
-        left_out = [family for family in families if family in TORCHVISION_FAMILIES]
-        families = [family for family in families if family not in left_out]
-        print(f"left out, since torchvision is not installed: {', '.join(left_out) or 'none'}")
+    for family in list(families):
+        if missing := missing_package(family):
+            families.remove(family)
+            print(f"left out, since {missing} is not installed: {family}")
     found = []
     for proof in proofs(families, not options.no_sampling):
         found.append(proof)

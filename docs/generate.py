@@ -33,7 +33,7 @@ from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
-from lightrft.models.families import FAMILIES, MEMBERS, Family
+from lightrft.models.families import FAMILIES, MEMBERS, UNREAD, Family
 from lightrft.observability.events import EVENTS, OF_ROLLOUTS
 from lightrft.observability.metric_table import METRICS
 from lightrft.trainer.phases import PHASES
@@ -407,6 +407,7 @@ def families_page() -> str:
                 for row in texts
                 if row["verdict"] == "refused"
             ),
+            *(f"| `{name}` | {reason} |" for name, reason in sorted(UNREAD.items())),
             "",
         ]
     )

@@ -3,7 +3,6 @@ torch is imported; and what takes longest begins first."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import zlib
@@ -104,12 +103,13 @@ def families_of(items: list[pytest.Item]) -> dict[pytest.Item, list[str]]:
 
 
 def mark_torchvision(families: dict[pytest.Item, list[str]]) -> None:
-    """Mark the tests of families whose processors need torchvision, and skip them if it is not installed."""
-    needing = getattr(sys.modules.get("lightrft.models.tiny"), "TORCHVISION_FAMILIES", ())
+    """Mark the tests of families that need torchvision or timm, and skip them if one is not installed."""
+    tiny = sys.modules.get("lightrft.models.tiny")
+    needing = getattr(tiny, "TORCHVISION_FAMILIES", ())
     for item in [item for item, names in families.items() if not set(names).isdisjoint(needing)]:
         item.add_marker(pytest.mark.torchvision)
-        if importlib.util.find_spec("torchvision") is None:
-            item.add_marker(pytest.mark.skip(reason="needs torchvision: make test-torchvision"))
+        if missing := next(filter(None, map(tiny.missing_package, families[item])), None):
+            item.add_marker(pytest.mark.skip(reason=f"needs {missing}: make test-torchvision"))
 
 
 def mark_thorough(families: dict[pytest.Item, list[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,10 @@ def gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> fl
     assert found.keys() == expected.keys()
     floor = 1e-6 * max(float(g.abs().max()) for g in expected.values())
     scale = {
-        name: expected[name.replace("k_proj.bias", "k_proj.weight")].abs().max().clamp(min=floor)
+        name: expected[re.sub(r"\b(k_proj|key)\.bias$", r"\1.weight", name)]
+        .abs()
+        .max()
+        .clamp(min=floor)
         for name in expected
     }
     return max(float((found[name] - g).abs().max() / scale[name]) for name, g in expected.items())

@@ -139,6 +139,7 @@ _OWN_MEDIA = {
     "ernie4_5_vl_moe": derived.Own(marks=("image_start_token_id", "image_end_token_id")),
     "audioflamingo3": _OWN,
     "exaone4_5": _OWN,
+    "fast_vlm": _OWN,
     "gemma4": _OWN,
     "glm46v": _OWN,
     "glm4v": _OWN,
@@ -147,6 +148,7 @@ _OWN_MEDIA = {
     "glmasr": _OWN,
     "qwen3_asr": _OWN,
     "glmga": _OWN,
+    "granite4_vision": derived.Own(deep=True, text="granite"),
     "hyperclovax_vision_v2": _OWN,
     "idefics2": _OWN,
     "janus": _OWN,
@@ -159,6 +161,7 @@ _OWN_MEDIA = {
     "mistral3": _OWN,
     "moss_transcribe_diarize": _OWN,
     "ovis2": derived.Own(featured="visual_indicator_token_ids"),
+    "perception_lm": _OWN,
     "paligemma": derived.Own(prefix=True, chat_template=_PALIGEMMA),
     "llama4": derived.Own(decoder="language_model.model", projector="multi_modal_projector"),
     "llava": _OWN,
@@ -271,6 +274,33 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_OWN_LAYERS = "layers of their own attend to pictures, which take no places of placeholders"
+_TORCHAUDIO = "its processor needs torchaudio, which has no build for the CPU build of torch"
+UNREAD: dict[str, str] = {
+    **dict.fromkeys(("idefics", "mllama"), _OWN_LAYERS),
+    **dict.fromkeys(("fun_asr_nano", "granite_speech", "granite_speech_plus"), _TORCHAUDIO),
+    **dict.fromkeys(
+        ("hunyuan_vl", "paddleocr_vl"),
+        "log-probs by the positions that its method returns differ from those of its forward",
+    ),
+    "gemma3n": "its towers embed the marks around an item too, which features do not replace",
+    "gemma4_unified": (
+        "the tokens of a picture attend to each other in all layers of its forward, and in its "
+        "generate in layers with a window alone"
+    ),
+    "molmo2": (
+        "features are added to placeholders, and the tokens of all pictures of a prompt attend to "
+        "each other"
+    ),
+    "musicflamingo": "the times of its features are computed from the token ids of a prompt",
+    "phi4_multimodal": "its model has no method that computes features",
+    "qwen3_omni_moe_thinker": "its positions of sounds and clips together are not read",
+    "qwen4_exp": "its embeddings of n-grams are computed from token ids, which placeholders replace",
+    "vibevoice_asr": "its forward adds noise to features",
+}
+"""Families that read media and cannot be trained here, with the reason."""
+
+
 def context_length(config: PreTrainedConfig) -> int | None:
     """Return the context length of ``config`` in tokens, or ``None``.
 
@@ -345,7 +375,7 @@ def _with_reader(model_type: str, text: str, *, near: bool = False) -> Family:
     reader = derived.reader_of(model_type, row.own)
     if near:
         reader = replace(reader, both_ways="windowed media")
-    of_text = FAMILIES.get(text, _UNPROVED)
+    of_text = FAMILIES.get(row.own.text or text, _UNPROVED)
     if row.own.plain_head:
         of_text = replace(of_text, multiplier=None, divisor=None)
     return replace(
@@ -374,6 +404,8 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
         if row.refused is not None:
             raise ModelError(f"{where}: models of type {kind!r} are not supported: {row.refused}")
         return
+    if kind in UNREAD:
+        raise ModelError(f"{where}: models of type {kind!r} are not supported: {UNREAD[kind]}")
     unknown = f"{where}: the family {kind!r} is not known"
     # a config that holds a text config belongs to a multimodal model
     if config.get_text_config(decoder=True) is not config:

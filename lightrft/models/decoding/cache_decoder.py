@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from lightrft.models.decoding.kinds import LONE_FAMILIES, rereads_prefix
 from lightrft.models.decoding.recorded_experts import RecordedExperts
@@ -124,6 +124,7 @@ class CachedDecodeSession:
         self._rereads = rereads_prefix(self._model.config)
         text = self._model.config.get_text_config(decoder=True)
         self._alone = text.model_type in LONE_FAMILIES
+        self._needs_cache = False
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._prompts: dict[int, _Prompt] = {}
         self._next_handle = 0
@@ -325,7 +326,13 @@ class CachedDecodeSession:
         inputs["position_ids"] = positions[None] if positions.ndim == 1 else positions[:, None]
         decoder = decoder_of(self._model, self._family)
         # the decoder, since the model's own forward would encode the media again
+        if self._needs_cache:
+            inputs["past_key_values"] = DynamicCache(config=text)
         output = decoder(**inputs, use_cache=True)
+        if output.get("past_key_values") is None and not self._needs_cache:
+            # In some families, only the model around the decoder makes a cache.
+            self._needs_cache = True
+            return self._read_media(ids, seen)
         softcap, scale = head_transform(self._model.config, self._family)
         head: Any = self._model.get_output_embeddings()
         state = output.get("past_key_values")

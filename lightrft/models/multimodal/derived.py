@@ -63,6 +63,9 @@ class Own:
             returns them as ``visual_indicator_features``.
         marks: Config fields with the ids of tokens that the model reads as media, besides
             placeholders.
+        deep: All features are added to hidden states before layers that the method returns, and
+            the embeddings of placeholders are zero.
+        text: Model type whose row the language model has, where it has none of its own.
         chat_template: Template that writes a prompt as the processor does, where no file has one.
     """
 
@@ -72,6 +75,8 @@ class Own:
     projector: str = ""
     featured: str = ""
     marks: tuple[str, ...] = ()
+    deep: bool = False
+    text: str = ""
     chat_template: str = ""
 
 
@@ -132,6 +137,8 @@ _PROJECTORS = (
         "image_newline",
         "embed_vision",
         "embed_audio",
+        "layerwise_projectors",
+        "spatial_projectors",
     ),
 )
 # A class without a head's own module has the parts itself.
@@ -201,12 +208,20 @@ def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
             marks = output.visual_indicator_features if own.featured else None
         return Features(torch.cat(found), marks=marks)
 
+    def deep_features(model: PreTrainedModel, media: dict[str, Tensor]) -> Features:
+        keywords: Any = {name: _joined(name, media) for name in inputs if name in media}
+        keywords = in_dtype(keywords, inputs, model.dtype)
+        owner: Any = model.base_model
+        levels = owner.get_image_features(**keywords).deepstack_features
+        deep = tuple(_flat(values) for _, values in levels)
+        return Features(torch.zeros_like(deep[0]), deep, layers=tuple(n for n, _ in levels))
+
     return Tower(
         kind,
         tuple(stored),
         token,
         adapt=adapt,
-        compute=features,
+        compute=deep_features if own.deep else features,
         marks=own.featured,
         type_id=_TYPES[kind],
     )

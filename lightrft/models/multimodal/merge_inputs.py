@@ -41,6 +41,7 @@ class MergedInputs:
         expert_tokens: Tokens that go to the experts of media. ``None`` if the model has none.
         idle: A zero that depends on towers that ran on a blank, so that zero gradients reach them.
             ``None`` if none did.
+        layers: See ``Features.layers``.
     """
 
     row: Tensor
@@ -51,6 +52,7 @@ class MergedInputs:
     windowed: bool = False
     expert_tokens: Tensor | None = None
     idle: Tensor | None = None
+    layers: tuple[int, ...] = ()
 
     def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
         """Return the decoder's keywords for tokens.
@@ -73,7 +75,11 @@ class MergedInputs:
         made: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
         made |= _per_layer(model, ids, (row >= 0).view(ids.shape))
         made |= _expert_types(self.expert_tokens, ids)
-        if self.deep:
+        if self.layers:
+            made["vision_mask"] = (row >= 0).view(*ids.shape, 1)
+            levels = (level[taken].to(flat.dtype) for level in self.deep)
+            made["deepstack_features"] = dict(zip(self.layers, levels))
+        elif self.deep:
             made["visual_pos_masks"] = (row >= 0).view(ids.shape)
             made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
         return made
@@ -254,7 +260,10 @@ def merge_multimodal_inputs(
     merged = torch.cat(values) if values else embeddings.weight[:0]
     windowed = reader.both_ways == "windowed media"
     experts = _expert_tokens(model, reader)
-    return MergedInputs(row, merged, deep, positions, blocks, windowed, experts, outputs.idle)
+    layers = found[0].layers if found else ()
+    return MergedInputs(
+        row, merged, deep, positions, blocks, windowed, experts, outputs.idle, layers
+    )
 
 
 def _run_towers(

@@ -25,11 +25,13 @@ class Features:
             they are. ``None`` for none.
         deep: ``[K, H]`` each, added to the hidden states of the placeholders after the first layers
             (DeepStack, arXiv 2406.04334).
+        layers: Layer before which each of ``deep`` is added. Empty for the first layers.
     """
 
     values: Tensor
     deep: tuple[Tensor, ...] = ()
     marks: Tensor | None = None
+    layers: tuple[int, ...] = ()
 
 
 Adapt = Callable[[PreTrainedConfig, dict[str, Tensor]], dict[str, object]]

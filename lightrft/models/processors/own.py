@@ -373,7 +373,12 @@ def _rules(
             many = any(t.ndim > 4 for t in tensors)
             same = len({t.shape[1:] for t in tensors}) == 1 and not many
             rules[name] = "rows" if same else "flat"
-            if not same and joint is not None:
+            if same:
+                continue
+            if joint is None and len({(len(t), *t.shape[2:]) for t in tensors}) == 1:
+                # The processor pads no tiles.
+                rules[name] = 1
+            elif joint is not None:
                 whole = _tensor(joint[1][name])
                 for axis in range(1, whole.ndim):
                     if _joins(tensors, whole, axis):

@@ -5,6 +5,7 @@ They are built from the configs of their families.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -150,5 +151,13 @@ OWN_MEDIA_FAMILIES: tuple[str, ...] = tuple(own.FAMILIES)
 
 ALL_MEDIA_FAMILIES: tuple[str, ...] = (*MEDIA_FAMILIES, *OWN_MEDIA_FAMILIES)
 
-TORCHVISION_FAMILIES = own.TORCHVISION_FAMILIES
-"""Families whose processors need torchvision."""
+TORCHVISION_FAMILIES: tuple[str, ...] = tuple(own.PACKAGES)
+"""Families whose processors or towers need torchvision. Some need timm too."""
+
+
+def missing_package(family: str) -> str | None:
+    """Return an optional package that ``family`` needs and that is not installed, or ``None``."""
+    for package in own.PACKAGES.get(family, ()):
+        if importlib.util.find_spec(package) is None:
+            return package
+    return None

@@ -206,6 +206,26 @@ _ROWS: dict[str, _Row] = {
         },
     ),
     "exaone4_5": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
+    "fast_vlm": _Row(
+        picture=_CROPPED,
+        processor={"patch_size": 8, "vision_feature_select_strategy": "full"},
+        vision={
+            "architecture": "fastvit_t8",
+            "hidden_size": 32,
+            "do_pooling": True,
+            "model_args": {
+                "embed_dims": [8, 32],
+                "layers": [1, 1],
+                "mlp_ratios": [1, 1],
+                "token_mixers": ["repmixer", "attention"],
+                "pos_embs": [None, None],
+                "downsamples": [False, True],
+                "cls_ratio": 1.0,
+                "inference_mode": True,
+            },
+        },
+        like="llava",
+    ),
     "glm4v": replace(_GLM_46V, text=_ROPE),
     "glm4v_moe": replace(_GLM_46V, like="glm4v"),
     "glm46v": _GLM_46V,
@@ -271,6 +291,26 @@ _ROWS: dict[str, _Row] = {
     "glmga": replace(_GLM_46V, like="glm46v"),
     "cosmos3_edge": replace(_VISION_MARKS, text=_ROPE),
     "cosmos3_omni": replace(_VISION_MARKS, text=_ROPE, like="qwen3_vl"),
+    "granite4_vision": _Row(
+        # One layer for each level of features. Windows have several queries, which have gradients.
+        text={"num_hidden_layers": 5, "attention_multiplier": 0.25},
+        picture={**_CROPPED, "image_grid_pinpoints": _GRIDS},
+        vision={
+            "hidden_size": 64,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        processor={**_LLAVA, "downsample_rate": "2/4"},
+        config={
+            "downsample_rate": "2/4",
+            "projector_dropout": 0.0,
+            "deepstack_layer_map": [[-2, 0]],
+            "spatial_target_layers": [1, 2, 3, 4],
+            "image_grid_pinpoints": _GRIDS,
+        },
+    ),
     "hyperclovax_vision_v2": _Row(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
     "idefics2": _Row(
         {"image_token": "<image>", "image_boundary_token": "<fake_token_around_image>"},
@@ -405,6 +445,26 @@ _ROWS: dict[str, _Row] = {
             ),
         },
     ),
+    "perception_lm": _Row(
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        "<|image|>",
+        picture={"tile_size": 16, "max_num_tiles": 4},
+        processor={"patch_size": 4, "pooling_ratio": 2},
+        config={"projector_pooling_ratio": 2},
+        vision={
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {
+                "embed_dim": 32,
+                "img_size": [16, 16],
+                "patch_size": 4,
+                "depth": 2,
+                "num_heads": 2,
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "ref_feat_shape": [4, 4],
+            },
+        },
+    ),
     "paligemma": _Row(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
     "qianfan_ocr": _Row(
         {
@@ -447,10 +507,13 @@ def _config(model_type: str, row: _Row) -> Callable[[Fields, dict[str, int], Fie
             is_text = name == "text_config"
             fields = {**text_sizes(section.model_type), **of_tokens} if is_text else _TOWER | tower
             known = {k: v for k, v in fields.items() if v is not None}
+            # Configs of timm's models have fields that their class does not list.
+            is_given = is_text or section.model_type == "timm_wrapper"
+            own = row.text if is_text else row.vision
             sections[name] = {
                 "model_type": section.model_type,
                 **_fitting(section, known),
-                **(row.text if is_text else _fitting(section, row.vision)),
+                **(own if is_given else _fitting(section, own)),
             }
         names = {item.name for item in dataclasses.fields(kind)}
         # A config may repeat sizes of its text config.
@@ -515,5 +578,10 @@ FAMILIES: dict[str, Tiny] = {
     for name, row in _ROWS.items()
     if name in CONFIG_MAPPING
 }
-TORCHVISION_FAMILIES = ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3")
-"""Families whose processors need torchvision."""
+PACKAGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3"), ("torchvision",)
+    ),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), ("torchvision", "timm")),
+}
+"""Optional packages that the processor or the tower of a family needs."""

@@ -17,7 +17,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.attention.layout_check import check_layout
-from lightrft.models.families import FAMILIES, attention_reach
+from lightrft.models.families import FAMILIES, UNREAD, attention_reach
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES
@@ -96,11 +96,7 @@ def test_a_family_without_a_row_is_refused_with_the_setting_that_allows_it(tmp_p
     assert actor.layout == "padded"
 
 
-UNKNOWN_WITH_PARTS = (
-    "blip-2",
-    "mllama",
-    "qwen3_omni_moe",
-)
+UNKNOWN_WITH_PARTS = ("blip-2", "instructblip")
 
 
 @pytest.mark.parametrize("family", UNKNOWN_WITH_PARTS)
@@ -110,10 +106,25 @@ def test_an_unknown_family_with_parts_besides_text_is_refused_and_never_loaded_i
 ):
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(
-        ModelError, match=rf"'{family}(_thinker)?' is not known.*would be left out.*qwen2_5_vl"
+        ModelError, match=rf"'{family}' is not known.*would be left out.*qwen2_5_vl"
     ) as error:
         load_model(ModelConfig(path=str(tmp_path), unproved_family=allowed))
     assert "weights" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", UNREAD)
+@pytest.mark.parametrize("allowed", ["refuse", "allow"])
+def test_a_family_whose_media_cannot_be_read_is_refused_with_the_reason(family, allowed, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    config = ModelConfig(path=str(tmp_path), unproved_family=allowed)
+    for load in (load_model, meta_model):
+        with pytest.raises(ModelError) as error:
+            load(config)
+        assert f"models of type {family!r} are not supported: {UNREAD[family]}" in str(error.value)
+
+
+def test_no_family_is_both_read_and_refused():
+    assert not set(UNREAD) & set(FAMILIES)
 
 
 def test_an_attention_that_the_class_lacks_is_blamed_instead_of_the_weights(tmp_path):

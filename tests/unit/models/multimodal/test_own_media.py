@@ -315,6 +315,21 @@ def test_the_axis_along_which_a_processor_joins_items_is_found(tmp_path):
     assert torch.equal(_joined("x", media), torch.cat([first, second], 3))
 
 
+@pytest.mark.parametrize("family", ["perception_lm"])
+def test_tiles_that_a_processor_does_not_pad_are_joined_along_their_axis(family, tmp_path):
+    r = rig(family, tmp_path)
+    part = r.processor.parts["image"]
+    assert part.rules == {"pixel_values": 1} and not part.several
+    wide, high = (np.full(shape, 90, np.uint8) for shape in ((16, 60, 3), (40, 16, 3)))
+    made = [part.inputs(value, Extent(value.shape)) for value in (wide, high)]
+    counts = [len(one["pixel_values"]) for one in made]
+    assert counts[0] != counts[1]
+    media = {name: torch.cat([one[name] for one in made]) for name in made[0]}
+    assert _joined("pixel_values", media).shape == (1, sum(counts), 3, 16, 16)
+    with pytest.raises(DataError, match="PerceptionLMProcessor reads several of one prompt"):
+        part.count(media)
+
+
 def test_media_without_places_are_an_error(tmp_path):
     r = rig("llava", tmp_path)
     prompt = mixed_prompts(r)[1]
