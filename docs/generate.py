@@ -23,9 +23,10 @@ import lightrft
 import lightrft.datasets.open_source  # fills READERS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.api.calls import FUNCTIONS, TRAINED
-from lightrft.config import demo, model, serving, verbs
+from lightrft.config import demo, model, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.config_tools import ImportConfig, ShowConfig
+from lightrft.config.generation import serving
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS

@@ -9,6 +9,7 @@ from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
 from lightrft.config.data import MediaConfig, ProcessDataConfig
 from lightrft.config.engine import EngineConfig
+from lightrft.config.generation.serving import BatchingConfig, HTTPConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.preference.online import OnlineConfig
@@ -18,7 +19,6 @@ from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.rollout import RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
-from lightrft.config.serving import BatchingConfig, HTTPConfig
 from lightrft.config.strategy import OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import CriticConfig, DistillationConfig, PRMConfig, PtxConfig, RLTrainConfig, TrainConfig, ValueModelConfig
 from lightrft.config.verbs import DPOConfig, KTOConfig, SFTConfig

@@ -17,7 +17,7 @@ from lightrft.utils.device_transfer import to_device
 from lightrft.utils.lazy_imports import Tensor, torch
 
 if TYPE_CHECKING:
-    from lightrft.config.decoding import ConstraintConfig
+    from lightrft.config.generation.decoding import ConstraintConfig
 
 FinishReason = Literal["stop", "length", "abort"]
 

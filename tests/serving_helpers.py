@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from lightrft.config.base import build
+from lightrft.config.generation.serving import HTTPConfig, ServeConfig, ServeRMConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
-from lightrft.config.serving import HTTPConfig, ServeConfig, ServeRMConfig
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.serving.generation_server import ModelServer, open_server

@@ -35,8 +35,8 @@ from safetensors.torch import load_file
 
 from lightrft.config.base import build
 from lightrft.config.engine import EngineConfig
+from lightrft.config.generation.serving import HTTPConfig, ServeConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.serving import HTTPConfig, ServeConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.sglang import SGLangEngine
 from lightrft.serving.chat.chat_completions import opened

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrft.config.config_tools import ImportConfig
+from lightrft.config.generation.serving import ServeConfig, ServeRMConfig
 from lightrft.config.model import ConvertConfig, MergeConfig
-from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DPOConfig,

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lightrft.config.base import Settings
-from lightrft.config.decoding import SpeculativeConfig
+from lightrft.config.generation.decoding import SpeculativeConfig
 from lightrft.config.read_by import ReadBy
 from lightrft.utils.errors import did_you_mean
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lightrft.config.base import Settings
-from lightrft.config.decoding import ConstraintConfig
+from lightrft.config.generation.decoding import ConstraintConfig
 from lightrft.config.read_by import ReadBy
 from lightrft.utils.errors import is_unicode
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lightrft.config.serving import BatchingConfig
+from lightrft.config.generation.serving import BatchingConfig
 from lightrft.serving.problems import HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.serving.work_queue import Work, WorkQueue

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from lightrft.config.serving import ServeConfig, ServeRMConfig
+from lightrft.config.generation.serving import ServeConfig, ServeRMConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.engines.constrained.grammars import refuse_column
 from lightrft.engines.native import NativeEngine

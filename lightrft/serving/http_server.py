@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrft.config.serving import HTTPConfig
+from lightrft.config.generation.serving import HTTPConfig
 from lightrft.serving.bearer_tokens import BearerTokens
 from lightrft.serving.connections import connection_limits, limited_protocol
 from lightrft.serving.field_table import RequestFields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightrft.config.serving import ServeRMConfig
+from lightrft.config.generation.serving import ServeRMConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.other_layouts import holds_other_head

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.serving import ServeRMConfig
+from lightrft.config.generation.serving import ServeRMConfig
 from lightrft.datasets.conversations.conversation_encoder import Sample, batch_of_answers
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.learner.reward_model.outputs import joined, separated

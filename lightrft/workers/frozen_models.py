@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.config.decoding import SpeculativeConfig
 from lightrft.config.engine import EngineConfig
+from lightrft.config.generation.decoding import SpeculativeConfig
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.decoding.kv_decoder import KVDecoder

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightrft.config import model, serving
+from lightrft.config import model
 from lightrft.config import verbs as configs
 from lightrft.config.base import Settings
 from lightrft.config.data import ProcessDataConfig
 from lightrft.config.demo import DemoConfig
+from lightrft.config.generation import serving
 from lightrft.config.other_names.earlier import OLD_NAMES
 from lightrft.config.other_names.table import ROWS, rows_of
 from tests.architecture.tree import modules

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
-from lightrft.config.decoding import ConstraintConfig
+from lightrft.config.generation.decoding import ConstraintConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.types import Prompt, Request
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean, first_line, install_extra

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lightrft.config.decoding import ConstraintConfig
+from lightrft.config.generation.decoding import ConstraintConfig
 from lightrft.serving.field_table import BOOLEAN, NULL, OBJECT, TEXT, RequestFields, list_of
 from lightrft.serving.problems import bad, reason
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lightrft.config.decoding import ConstraintConfig
+from lightrft.config.generation.decoding import ConstraintConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.serving.chat.generation_loop import Asked, GenerationLoop

@@ -70,7 +70,7 @@ def main() -> None:
     context.Process(target=scheduler, args=(key,)).start()
 
     # after the other process has started, which imports this module too
-    from lightrft.config.serving import HTTPConfig
+    from lightrft.config.generation.serving import HTTPConfig
     from lightrft.serving.http_server import HTTPServer
     from lightrft.serving.server_metrics import ServerMetrics
     from tests.sglang_server import SGLangServer

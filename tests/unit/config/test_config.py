@@ -12,9 +12,9 @@ import pytest
 from lightrft.config import verbs as trees
 from lightrft.config.algorithm import AlgorithmConfig, KLConfig
 from lightrft.config.base import ComponentConfig, Settings, build, load_settings
+from lightrft.config.generation.serving import ServeConfig, ServeRMConfig
 from lightrft.config.presets import PRESETS
 from lightrft.config.reward import RewardConfig, RewardTerm
-from lightrft.config.serving import ServeConfig, ServeRMConfig
 from lightrft.config.setting_paths import made_absolute
 from lightrft.config.strategy import SamplingConfig
 from lightrft.config.train import CriticConfig

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.config import model, serving, verbs
+from lightrft.config import model, verbs
 from lightrft.config.base import Settings, build, has_setting, load_settings
+from lightrft.config.generation import serving
 from lightrft.config.other_names.earlier import OLD_NAMES
 from lightrft.config.other_names.lookup import answer
 from lightrft.config.other_names.rows import Converted, ValueTable

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.serving import BatchingConfig
+from lightrft.config.generation.serving import BatchingConfig
 from lightrft.serving.batcher import Batcher
 from lightrft.serving.problems import HTTPProblem
 from lightrft.serving.server_metrics import ServerMetrics

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lightrft.config.serving import HTTPConfig
+from lightrft.config.generation.serving import HTTPConfig
 from lightrft.serving import connections, http_server
 from lightrft.serving.http_server import Endpoint, EventStream, HTTPServer
 from lightrft.serving.problems import HTTPCall, anthropic_error, openai_error
@@ -460,7 +460,7 @@ def test_connections_beyond_the_limit_of_open_files_are_refused_and_counted(monk
 
 LIMITED = """
 import resource, sys
-from lightrft.config.serving import HTTPConfig
+from lightrft.config.generation.serving import HTTPConfig
 from lightrft.serving import connections
 from lightrft.serving.http_server import Endpoint, HTTPServer
 from lightrft.serving.server_metrics import ServerMetrics

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lightrft.config.decoding import SpeculativeConfig
 from lightrft.config.engine import EngineConfig
+from lightrft.config.generation.decoding import SpeculativeConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.speculative.drafter import accepted_tokens

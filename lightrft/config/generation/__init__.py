@@ -1,0 +1,1 @@
+"""Settings of how tokens are chosen, and of the servers that answer requests."""
