@@ -156,7 +156,7 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
         ):
             value = type(value).__name__  # it will be refused, with the name that is known here
         found[name] = value
-        below = value.get("sources") if is_branch(value) else value
+        below = value.get("sources", value.get("data")) if is_branch(value) else value
         in_memory = in_memory or (section in _ROWS and is_rows(below))
     # Media of rows are relative to the working directory, not to the file of the rows.
     if in_memory and has_setting(cls, "data.media.root"):

@@ -26,7 +26,7 @@ FOLDER = "inputs"
 """Folder of these files, next to the run folders."""
 
 
-_ROWS = re.compile(r"(^|\.)sources(\.\d+(\.path)?)?$")
+_ROWS = re.compile(r"(^|\.)(sources(\.\d+(\.path)?)?|data)$")
 """Keys whose values may be rows."""
 
 
@@ -45,7 +45,8 @@ def plain(value: Any, folder: Path, key: str = "") -> Any:
         value = value.model_dump(exclude_unset=True)
     if _ROWS.search(key) and is_rows(value):
         path = str(write_rows(value, folder, key))
-        return path if key.endswith("path") else {"path": path, "name": "rows"}
+        source = {"path": path, "name": "rows"}
+        return path if key.endswith("path") else [source] if key.endswith("data") else source
     if is_branch(value):
         return {
             name: plain(each, folder, f"{key}.{name}".lstrip(".")) for name, each in value.items()

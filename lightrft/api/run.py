@@ -157,6 +157,27 @@ class Run:
             raise DataError(f"{self.path} has no model yet: the run has not finished")
         return folder
 
+    def push_to_hub(
+        self, repo: str, *, private: bool | None = None, revision: str | None = None
+    ) -> str:
+        """Upload the trained model to the Hugging Face Hub, and return its address.
+
+        The model card has base, method with its paper, settings and results of the run. The account
+        is that of ``hf auth login`` or of ``HF_TOKEN``.
+
+        Args:
+            repo: Name of the repository, such as ``me/model``. It is made if there is none.
+            private: Who sees a new repository; None takes the account's default.
+            revision: Branch to commit to, which exists; None takes the main one.
+
+        Raises:
+            ConfigError: The hub refuses the upload, or cannot be reached.
+            DataError: The run has not finished.
+        """
+        from lightrft.api.hub import push
+
+        return push(self, repo, private=private, revision=revision)
+
     def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
         """Return a response of the trained model to each prompt.
 
