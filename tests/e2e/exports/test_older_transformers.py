@@ -40,7 +40,7 @@ TEXT = [name for name in TEXT_FAMILIES if not FAMILIES[name].refused]
 ABSENT = frozenset(
     (
         *("afmoe", "audioflamingo3", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe"),
-        *("cosmos3_edge",),
+        *("cosmos3_edge", "fast_vlm", "granite4_vision"),
         *("cosmos3_omni", "cwm", "deepseek_v32", "deepseek_v4", "dots3_note_text"),
         *("ernie4_5_vl_moe", "exaone4_5", "exaone_moe", "flint", "gemma4", "gemma4_text"),
         *("gemma4_unified_text", "glm46v", "glm4_moe_lite", "glm_moe_dsa", "glm_ocr"),
@@ -205,6 +205,8 @@ WRITTEN_OTHERWISE = {
 """Families whose own processors cannot be compared here, with the reason."""
 OTHER_PROCESSOR = {
     "cohere2_vision": "5 has another name for its picture processor",
+    "idefics2": "5 writes a space between a picture and the word behind it",
+    "perception_lm": "5 has another name for its picture processor",
     "llama4": "5 has another name for its picture processor",
     "lfm2_vl": "4.57 exchanges rows and columns of tiles",
     "janus": "4.57 writes as many placeholders for each model, whatever its size",
