@@ -80,6 +80,8 @@ class KLConfig(Settings):
 
     section: ClassVar[str] = "algorithm.kl"
     """Key of the section, for messages."""
+    shorthand: ClassVar[str | None] = "coef"
+    """The setting that a bare string or number stands for."""
     functions: ClassVar[tuple[str, ...]] = ("estimator",)
     """The settings of this section that name functions."""
     where: Literal["none", "reward", "loss"] = "none"

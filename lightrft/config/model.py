@@ -19,6 +19,9 @@ Part = Literal["language", "tower", "projector"]
 class LoRAConfig(Settings):
     """Low-rank adapters (arXiv 2106.09685)."""
 
+    shorthand: ClassVar[str | None] = "rank"
+    """The setting that a bare string or number stands for."""
+
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
     alpha: float = Field(32.0, gt=0)

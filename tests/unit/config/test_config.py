@@ -272,7 +272,10 @@ def test_bare_values_stand_for_the_reward_the_engine_and_the_strategy(tmp_path: 
     assert [t.function for t in found.reward.terms] == [f"{tmp_path}/mine.py:score"]
     assert (found.engine.kind, found.strategy.kind) == ("vllm", "fsdp2")
     words = ["reward=[math,format]", "engine=native", "engine.max_num_seqs=8"]
+    words += ["model.lora=8", "algorithm=grpo", "algorithm.kl=0.02"]
     found = load_settings(RLConfig, [file], words).settings
+    assert found.model.lora is not None and found.model.lora.rank == 8
+    assert (found.algorithm.kl.where, found.algorithm.kl.coef) == ("loss", 0.02)
     assert [t.function for t in found.reward.terms] == ["math", "format"]
     assert (found.engine.kind, found.engine.max_num_seqs) == ("native", 8)
 
