@@ -242,25 +242,22 @@ def test_activations_on_the_host_give_the_same_gradients(recomputed: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("setting", "kind"),
+    ("setting", "value", "kind", "needed"),
     [
-        ("hsdp_shard_size", "single"),
-        ("reshard_after_forward", "deepspeed"),
-        ("offload_during_generation", "deepspeed"),
-        ("zero_stage", "fsdp2"),
+        ("hsdp_shard_size", 2, "single", "auto or fsdp2"),
+        ("reshard_after_forward", False, "deepspeed", "auto or fsdp2"),
+        ("offload_during_generation", True, "deepspeed", "auto, single or fsdp2"),
+        ("zero_stage", 3, "fsdp2", "deepspeed"),
     ],
 )
-def test_a_setting_of_another_strategy_is_refused(setting: str, kind: str) -> None:
-    value = {
-        "hsdp_shard_size": 2,
-        "reshard_after_forward": False,
-        "offload_during_generation": True,
-        "zero_stage": 3,
-    }[setting]
-    with pytest.raises(
-        ValidationError,
-        match=rf"strategy\.{setting} = {value} needs strategy\.kind \w+, which is {kind}; set ",
-    ):
+def test_a_setting_of_another_strategy_is_refused(
+    setting: str, value: bool | int, kind: str, needed: str
+) -> None:
+    said = (
+        rf"strategy\.{setting} = {str(value).lower()} needs strategy\.kind {needed}, which is {kind}; "
+        rf"set strategy\.kind={needed.split()[-1]}, or leave it out"
+    )
+    with pytest.raises(ValidationError, match=said):
         StrategyConfig(kind=kind, **{setting: value})
 
 
