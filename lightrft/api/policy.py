@@ -372,10 +372,19 @@ def check_own_loop(config: RLConfig) -> None:
             "a loop of the program is in its own process, and launch starts others; leave launch "
             "out, or start this program itself with torchrun"
         )
-    of_rl = ("staleness", "partial", "carry_over", "oversample", "max_tokens_per_step")
+    of_rl = (
+        "staleness",
+        "partial",
+        "carry_over",
+        "oversample",
+        "max_tokens_per_step",
+        "max_rounds",
+    )
     for name in changed_fields(config.rollout):
-        if name in of_rl:
+        value = getattr(config.rollout, name)
+        # A loop of the program has one round.
+        if name in of_rl and (name, value) != ("max_rounds", 1):
             raise ConfigError(
-                f"rollout.{name} = {getattr(config.rollout, name)!r} is read by the loop of "
-                "lightrft.rl and not by one of the program; leave it out"
+                f"rollout.{name} = {value!r} is read by the loop of lightrft.rl and not by one of "
+                "the program; leave it out"
             )

@@ -203,6 +203,7 @@ def test_what_a_loop_of_the_program_cannot_do_is_refused_at_its_start(settings, 
     for over in (
         {"rollout": {"staleness": 1}},
         {"rollout": {"oversample": 2.0}},
+        {"rollout": {"max_rounds": 3}},
         {"launch": {"processes": 2}},
         {"launch": {"kind": "ray"}},
     ):
