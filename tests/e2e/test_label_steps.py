@@ -29,7 +29,7 @@ from lightrft.models.processors import load_processor
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.trainer.pipelines.journal import Journal
-from lightrft.trainer.pipelines.label_steps import Prefixes, encoding
+from lightrft.trainer.pipelines.label_steps import Prefixes
 from lightrft.trainer.pipelines.step_labels import Solution
 from lightrft.types import Prompt, Request
 from lightrft.utils.seeding import derive_seed
@@ -240,7 +240,7 @@ def test_steps_that_were_sampled_are_continued_after_their_special_tokens():
     encoder = ChatEncoder(ProcessDataConfig(), tokenizer)
     solution = Solution.split(0, 0, "<think>a\nb</think>\nc", "\n")
     for is_sampled in (True, False):
-        encode = encoding(encoder, is_sampled=is_sampled)
+        encode = encoder.encode_sampled if is_sampled else encoder.encode_answers
         prefix = Prefixes([Prompt("p", [1])], [solution], encode)[1]
         whole = tokenizer.encode("<think>a\nb</think>\n", add_special_tokens=False)
         assert (prefix.token_ids == [1, *whole]) == is_sampled

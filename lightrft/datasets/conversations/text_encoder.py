@@ -109,6 +109,10 @@ class TextEncoder:
         """
         return self._escaped(text, self._answer if answer else self._anyone)
 
+    def encode_answers(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of assistant texts that data gives."""
+        return self.encode([self.escape_special_tokens(text, answer=True) for text in texts])
+
     def encode_sampled(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts that a model sampled: special tokens are themselves."""
         return self.encode([self._escaped(text, self._sampled) for text in texts])

@@ -51,7 +51,7 @@ def translate(
     theirs: list[int] = []
     if text:
         # A special token that the text spells must not act as one.
-        (theirs,) = teacher.encode([teacher.escape_special_tokens(text, answer=True)])
+        (theirs,) = teacher.encode_answers([text])
     ends = token_ends(student.tokenizer, spoken, said)
     their_ends = token_ends(teacher.tokenizer, theirs, text)
     fits = True

@@ -16,7 +16,6 @@ from typing import overload
 from lightrft.config.data import ProcessDataConfig
 from lightrft.config.rollout import SelectConfig
 from lightrft.config.verbs import GenerateConfig, LabelStepsConfig
-from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow, look_up
@@ -235,7 +234,8 @@ class Labelling:
         if not solutions:
             raise DataError(f"there is no solution to label ({self.counts})")
         self.counts.solutions = len(solutions)
-        encode = encoding(self.inputs.dataset.encoder, is_sampled=bool(self.config.samples))
+        encoder = self.inputs.dataset.encoder
+        encode = encoder.encode_sampled if self.config.samples else encoder.encode_answers
         prefixes = Prefixes(self.prompts, solutions, encode)
         with Journal.open(self.output, self.config, self._may_differ) as journal:
             journal.check_prompts(prefixes)
@@ -388,15 +388,6 @@ class Prefixes(Sequence[Prompt]):
     def longest(self) -> int:
         """The number of tokens of the longest solution."""
         return max(map(len, self.encode([s.text for s in self.solutions])), default=0)
-
-
-def encoding(encoder: ChatEncoder, *, is_sampled: bool) -> Encoding:
-    """Return what encodes the starts of solutions, which the model sampled or the data gives."""
-    if is_sampled:
-        return encoder.encode_sampled
-    return lambda texts: encoder.encode(
-        [encoder.escape_special_tokens(text, answer=True) for text in texts]
-    )
 
 
 class Measured:

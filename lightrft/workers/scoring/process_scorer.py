@@ -94,8 +94,7 @@ class StepScoringModel:
 
     def _encoded(self, encoder: ChatEncoder, steps: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each step, with the separator at its end."""
-        shielded = [encoder.escape_special_tokens(step, answer=True) for step in steps]
-        return [[*step, *self.separator.ids] for step in encoder.encode(shielded)]
+        return [[*step, *self.separator.ids] for step in encoder.encode_answers(steps)]
 
     def close(self) -> None:
         """See ``TermModel.close``: there are none."""
