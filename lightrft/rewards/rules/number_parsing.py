@@ -322,11 +322,9 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
     if percent:
         text = text[percent.end() :]
         spaced = True
-    power = 1
-    for name, factor in _TENS.items():
-        if text.lstrip().startswith(name):
-            text, power = text.lstrip().removeprefix(name), factor
-            break
+    text = text.lstrip()
+    ten = next(filter(text.startswith, _TENS), "")
+    text, power = text.removeprefix(ten), _TENS.get(ten, 1)
     words = text.split()
     if words and spaced and power == 1:
         word = words[0].lower()
