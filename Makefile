@@ -127,7 +127,7 @@ format: install
 
 # The reference pages that are made from the code.
 docs: install
-	"$(BIN)/python" docs/generate.py
+	"$(BIN)/python" -m docs.generate
 
 # The newest versions that pyproject.toml allows; torch is moved by hand, since every other pin follows from it.
 constraints:

@@ -1,8 +1,8 @@
-"""Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
+"""Write the reference pages that the code knows best: ``python -m docs.generate``, or ``make docs``.
 
 ``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``readers.md`` from its table,
 ``families.md`` from its table and the verdicts of ``benchmarks/families.py``, ``algorithms.md`` from the presets, and
-``algorithms/*.md`` from what ``lightrft explain`` says of each.
+``algorithms/*.md`` from what ``lightrft explain`` says of each. ``public.md`` is made by ``docs.public_names``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 import lightrft
 import lightrft.datasets.open_source  # fills READERS
+from docs.public_names import public_page
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.api.calls import FUNCTIONS, TRAINED
 from lightrft.config import demo, model, verbs
@@ -101,6 +102,7 @@ def pages() -> dict[Path, str]:
         Path("metrics.md"): metrics_page(),
         Path("readers.md"): readers_page(),
         Path("other-names.md"): other_names_page(),
+        Path("public.md"): MADE_BY + public_page(),
         **made,
     }
     made = {path: wrapped(text) for path, text in found.items()}
