@@ -7,6 +7,7 @@ VLLM_VENV ?= build/vllm
 EXPORTS_VENV ?= build/exports
 TORCHVISION_VENV ?= build/torchvision
 TRACKERS_VENV ?= build/trackers
+WHEEL_VENV ?= build/clean
 EXTRAS ?= dev
 # One more than the two cores of CI: a test often waits for a process that it has started.
 JOBS ?= 3
@@ -29,10 +30,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 demo-real test test-ci test-all test-vllm test-torchvision test-exports test-trackers check format docs constraints clean
+.PHONY: help install demo smollm2 demo-real test test-ci test-all test-vllm test-torchvision test-exports test-trackers test-wheel wheel check format docs constraints clean
 
 help:
-	@echo "make demo | demo-real | smollm2 | test | test-ci | test-all | test-vllm | test-torchvision | test-exports | test-trackers | check | format | docs | install | constraints | clean"
+	@echo "make demo | demo-real | smollm2 | test | test-ci | test-all | test-vllm | test-torchvision | test-exports | test-trackers | test-wheel | wheel | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -114,6 +115,17 @@ $(TRACKERS_VENV)/installed: pyproject.toml
 	$(or $(PYTHON),python3) -m venv "$(TRACKERS_VENV)"
 	$(call pip_of,$(TRACKERS_VENV)) install -e ".[test,wandb,mlflow,trackio,swanlab]"
 	@touch $@
+
+# What the package index would get.
+wheel: install
+	rm -rf build/lib dist
+	$(if $(UV),$(UV) build --quiet --wheel,"$(BIN)/python" -m pip wheel --quiet --no-deps -w dist .)
+
+# The wheel and the packages that it asks for, in an environment of their own, away from the checkout.
+test-wheel: wheel
+	rm -rf "$(WHEEL_VENV)" && "$(BIN)/python" -m venv "$(WHEEL_VENV)"
+	$(call pip_of,$(WHEEL_VENV)) install -c constraints.txt "$$(echo dist/*.whl)[serve]" ipykernel
+	OMP_NUM_THREADS=1 WHEEL_PYTHON="$(abspath $(WHEEL_VENV))/bin/python" "$(BIN)/python" -m pytest tests/architecture/test_wheel.py $(ARGS)
 
 check: install
 	"$(BIN)/ruff" format --check .

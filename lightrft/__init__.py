@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
     from importlib import metadata
 
     try:
-        return metadata.version("lightrft")
+        return metadata.version("lightrft-rl")
     except metadata.PackageNotFoundError:  # running from a source tree that is not installed
         return "0+source"
 

