@@ -61,7 +61,7 @@ SHORT = {
 first one that the verb has."""
 
 
-def call(verb: str, *configs: Given, **settings: Any) -> Any:
+def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     """Run a verb, and return its result.
 
     Args:
@@ -276,7 +276,7 @@ def _function(verb: str, about: str) -> Callable[..., Any]:
     return run
 
 
-def grm(method: str, *configs: Given, **settings: Any) -> Run:
+def grm(method: str, /, *configs: Given, **settings: Any) -> Run:
     """Train a judge of responses by ``method``: sft, rl or dpo."""
     return call(f"grm-{method}", *configs, **settings)
 

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from threading import Thread
+from typing import Any, Protocol, Self, cast
 
 from torch import Tensor
 
@@ -54,6 +55,8 @@ class Service(Protocol):
 class ModelServer:
     """A model behind HTTP that listens, and answers once ``run`` is called.
 
+    A program that goes on meanwhile uses it as a context, in which a thread answers.
+
     Attributes:
         http: The HTTP side.
         service: Computes the answers.
@@ -63,6 +66,19 @@ class ModelServer:
     http: HTTPServer
     service: Service
     url: str
+    _thread: Thread | None = None
+
+    def __enter__(self) -> Self:
+        """Answer in a thread until the context ends."""
+        self._thread = Thread(target=self.run, name="lightrft-server", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Finish the accepted requests, and stop."""
+        while self._thread is not None and self._thread.is_alive():
+            self.http.stop()  # again, since the thread may not have begun to answer
+            self._thread.join(0.1)
 
     @property
     def served(self) -> ServedModel:

@@ -232,7 +232,8 @@ def _frames(error: BaseException) -> str:
 
 
 def _built_in(reward: Reward) -> bool:
-    return reward.function.__module__.startswith("lightrft.")
+    # A function of code without a module, as `exec` runs it, has None.
+    return str(reward.function.__module__).startswith("lightrft.")
 
 
 def _called(reward: Reward, rollouts: list[Any]) -> list[Any]:
