@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from lightrft.config.base import Settings, deep_merge, is_branch, strings_as
 from lightrft.config.reward_model.judgement import JudgementConfig
 
+SpecialTokens = Literal["text", "responses", "control"]
+
 
 class Columns(Settings):
     """The columns of a row. Dots reach into nested columns. An empty name looks for the usual
@@ -230,7 +232,7 @@ class DataConfig(Settings):
     answer. Off, it is the answer in every column."""
     system: str | None = None
     """System message of rows that have none. It needs a chat template."""
-    special_tokens: Literal["text", "responses", "control"] = "text"
+    special_tokens: SpecialTokens = "text"
     """Encode a special token that a row spells out as plain ``text``, or as ``control``. Set
     ``responses`` for rows that a model sampled: turns of the assistant have control tokens, and
     other text has none. Set ``control`` for rows that were rendered beforehand. The template's own

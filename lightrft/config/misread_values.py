@@ -23,12 +23,18 @@ def misread(field: FieldInfo, value: object, is_text: bool) -> str:
         is_text: An empty text is a value of the field.
     """
     is_empty = isinstance(value, str) and not value
+    is_none = isinstance(value, str) and value.lower() == "none"
     given = value if isinstance(value, list | tuple) else [value]
-    if not is_empty and not any(isinstance(one, bool) for one in given):
+    if not is_empty and not is_none and not any(isinstance(one, bool) for one in given):
         return ""
     kinds = _kinds(field.annotation)
     if object in kinds:
         return ""
+    if is_none:
+        # A user who wants no reference would get a model of this name.
+        if types.NoneType in kinds:
+            return "it is a text; give null for none"
+        return "it is a text; leave it out for none" if field.default == "" else ""
     if not is_empty:
         is_number = not kinds.isdisjoint({int, float})
         return "a number is needed, not a flag" if is_number and bool not in kinds else ""

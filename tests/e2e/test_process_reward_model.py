@@ -105,7 +105,7 @@ def test_a_run_learns_to_find_wrong_steps_and_leaves_a_model_that_scores(prm, tm
     assert summary["heldout_after"] == 1
     model = ProcessRewardModel.open(tmp_path / "run" / "model")
     assert model.separator is not None
-    assert model.separator.text == "\n"
+    assert (model.separator.text, model.separator.special_tokens) == ("\n", "text")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading import export_check
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
+from lightrft.trainer.rl import run_rl
 from lightrft.trainer.saved_policy import save_checked
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ModelError
@@ -77,6 +78,32 @@ def test_adapters_on_experts_end_in_a_model_that_loads(family, kind, data_folder
     assert any("experts" in name and not value.equal(start[name]) for name, value in one.items())
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("mixtral", "LoRA"), ("qwen3_moe", "rsLoRA"), ("gpt_oss", WHOLE_EXPERTS)],
+)
+def test_rl_of_adapters_on_experts_ends_in_a_model_that_samples_as_the_run_did(
+    family, kind, rl_config, tmp_path
+):
+    base = saved(family, tmp_path / "base", vocab_size=len(tiny_tokenizer()))
+    lora = {"rank": 2, **KINDS[kind]}
+    sampling = {"temperature": 0, "max_new_tokens": 6}
+    greedy = {"data": {"sources": rl_config().data.sources}, "sampling": sampling}
+    run_rl(rl_config(model={"path": str(base), "lora": lora}, train={"steps": 1}, eval=greedy))
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "model", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    # The last evaluation sampled by the model that is written.
+    answers = (tmp_path / "run" / "rollouts" / "eval_000001.jsonl").read_text().splitlines()
+    assert answers
+    for answer in map(json.loads, answers):
+        prompt, ids = answer["prompt"]["token_ids"], answer["token_ids"]
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert torch.all(logits.max(1).values - chosen < 1e-4)
 
 
 @pytest.mark.parametrize(("family", "lost"), [("qwen3_moe", 0), ("laguna", 6)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.data import Columns, MediaConfig, SFTDataConfig
+from lightrft.config.data import Columns, MediaConfig, SFTDataConfig, SpecialTokens
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import (
@@ -80,6 +80,7 @@ class ConversationEncoder:
         tokenizer: Tokenizer of the model.
         processor: Media processor of the model. ``None`` for a model that reads text alone.
         media: Settings of media: what conversations may name, and limits.
+        special_tokens: What a special token that a conversation spells is.
 
     Attributes:
         encoder: Encodes texts.
@@ -88,9 +89,14 @@ class ConversationEncoder:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, processor: Any, media: MediaConfig
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: Any,
+        media: MediaConfig,
+        *,
+        special_tokens: SpecialTokens = "text",
     ) -> None:
-        data = SFTDataConfig(media=media, turns="last")
+        data = SFTDataConfig(media=media, turns="last", special_tokens=special_tokens)
         self.encoder = ChatEncoder(data, tokenizer, processor)
         self.turns = TurnEncoder(data, self.encoder)
         # a tokenizer that switches ``split_special_tokens`` changes for all threads

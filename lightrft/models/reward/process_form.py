@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightrft.config.base import build
+from lightrft.config.data import SpecialTokens
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig, StepHeadKind
 from lightrft.models.loading.adapter_base import saved_adapters
@@ -43,15 +44,17 @@ PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Separator:
-    """The text after each step.
+    """The text after each step, and how the steps before it are encoded.
 
     Attributes:
         text: The text.
         ids: Its tokens.
+        special_tokens: What a special token that a step spells is: ``data.special_tokens``.
     """
 
     text: str
     ids: tuple[int, ...]
+    special_tokens: SpecialTokens = "responses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def read_process_form(config: ModelConfig) -> ProcessForm | None:
         separator, verdicts = tree["separator"], tree["verdicts"]
         return ProcessForm(
             settings,
-            None if separator is None else Separator(separator["text"], tuple(separator["ids"])),
+            None if separator is None else _separator(**separator),
             None if verdicts is None else (int(verdicts[0]), int(verdicts[1])),
             tensors,
         )
@@ -108,12 +111,17 @@ def write_process_form(form: ProcessForm, path: str | Path) -> None:
         "verdicts": form.verdicts,
     }
     if separator is not None:
-        tree["separator"] = {"text": separator.text, "ids": list(separator.ids)}
+        tree["separator"] = asdict(separator)
     text = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
     (folder / PROCESS_FILE).write_text(text, encoding="utf-8")
     if form.tensors:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in form.tensors.items()}
         save_file(whole, folder / STEP_HEAD_FILE)
+
+
+def _separator(text: str, ids: list[int], special_tokens: SpecialTokens = "text") -> Separator:
+    """Return the separator of a folder. Older folders do not say how steps are encoded."""
+    return Separator(text, tuple(ids), special_tokens)
 
 
 def _other_form(config: ModelConfig) -> ProcessForm | None:

@@ -156,7 +156,9 @@ def prepare(config: PRMVerbConfig, session: RunSession) -> ProcessModelRun:
         model = ProcessRewardModel.load(
             config.model,
             config.process_model,
-            separator=Separator(config.data.separator, tuple(dataset.separator_ids)),
+            separator=Separator(
+                config.data.separator, tuple(dataset.separator_ids), config.data.special_tokens
+            ),
             verdicts=verdicts,
             device=device,
             seed=config.run.seed,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.data import MediaConfig
+from lightrft.config.data import MediaConfig, SpecialTokens
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.datasets.conversations.conversation_encoder import (
@@ -115,6 +115,7 @@ def own_tokens(
     tokenizer: PreTrainedTokenizerBase,
     key: str,
     context: int | None,
+    special_tokens: SpecialTokens | None = None,
 ) -> OwnTokens | None:
     """Return the encoder of a reward model, or ``None`` if the model reads the policy's tokens.
 
@@ -124,6 +125,9 @@ def own_tokens(
         tokenizer: Tokenizer of the policy.
         key: Name of the setting, for messages.
         context: Most tokens that the reward model reads. ``None`` for no limit.
+        special_tokens: What a special token that a response spells is: ``data.special_tokens``.
+            ``None`` takes what the policy sampled as a token for one, if the vocabularies are
+            equal. In another vocabulary it is text, so that no response ends its own turn.
 
     Raises:
         ConfigError: The model must read the policy's tokens, and has another vocabulary. Or its
@@ -141,7 +145,9 @@ def own_tokens(
     wanted = bool(differ) or other_template if term.reencode is None else term.reencode
     if not wanted:
         return None
-    encoder = ConversationEncoder(theirs, load_processor(config, theirs), MediaConfig())
+    spelled = special_tokens or ("text" if differ else "responses")
+    processor = load_processor(config, theirs)
+    encoder = ConversationEncoder(theirs, processor, MediaConfig(), special_tokens=spelled)
     problem = encoder.template_problem()
     if problem:
         raise ConfigError(f"{key}.path = {term.path!r}: {problem}")

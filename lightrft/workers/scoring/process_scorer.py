@@ -29,7 +29,8 @@ class StepScoringModel:
     """A process reward model whose scores of steps are a term of the reward.
 
     Steps are split from the text of a response, and encoded one by one with the separator of the
-    model, as ``ProcessDataset`` encodes them for training.
+    model, as ``ProcessDataset`` encodes them for training. Special tokens in them are what they
+    were in that training, and tokens for a model of another framework.
 
     Attributes:
         model: The model, in evaluation mode.
@@ -57,7 +58,8 @@ class StepScoringModel:
             rollouts: The responses.
             batch: Their prompts and tokens.
         """
-        encoder = ChatEncoder(DataConfig(), self.tokenizer)
+        data = DataConfig(special_tokens=self.separator.special_tokens)
+        encoder = ChatEncoder(data, self.tokenizer)
         prompts, prompt_of = batch.prompts, batch.prompt_of
         problems: dict[int, str] = {}
         if self.own is not None:
@@ -178,8 +180,10 @@ def step_scoring_model(
             f"regression head; set {key}.aggregate=min"
         )
     name = term.name or "steps"
-    own = own_tokens(term, config, tokenizer, key, context_length(model.base.config))
     separator = model.separator
+    spelled = separator.special_tokens if separator else None
+    context = context_length(model.base.config)
+    own = own_tokens(term, config, tokenizer, key, context, spelled)
     if separator is None:
         # A published head does not name its separator.
         encoder = ChatEncoder(DataConfig(), tokenizer) if own is None else own.encoder.encoder

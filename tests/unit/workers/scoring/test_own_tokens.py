@@ -97,6 +97,16 @@ def test_scores_are_those_of_the_conversation_in_the_model_s_own_template(
     assert len(set(found)) == 3
 
 
+def test_a_special_token_that_the_policy_sampled_is_a_token_for_a_model_of_its_vocabulary(
+    folder: Path,
+) -> None:
+    policy = load_tokenizer(ModelConfig(path=str(folder)))
+    policy.chat_template = policy.chat_template.replace(":", "=")
+    one = rollout(Prompt("0", [5, 6], request=ASKED), ANSWERS[2])
+    (score,) = load(folder, policy).scores([one], batch_of([one]))
+    assert score == pytest.approx(plain_score(folder, START + ANSWERS[2] + END), abs=1e-6)
+
+
 def test_a_response_that_was_cut_has_no_end_token(folder: Path, policy: object) -> None:
     cut = rollout(Prompt("0", [5, 6], request=ASKED), "It is", reason="length")
     (score,) = load(folder, policy).scores([cut], batch_of([cut]))

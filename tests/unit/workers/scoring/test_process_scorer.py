@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightrft.algorithms.reward_shaping import token_rewards
+from lightrft.config.data import SpecialTokens
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
@@ -69,17 +71,22 @@ def scored(folder: Path, rollouts: list[Rollout], **term: object) -> ModelScorer
     return scorer
 
 
+def score_at_the_end(folder: Path, ids: list[int]) -> float:
+    """The score of a step that ends with the last of the tokens ``ids``, by a plain forward pass."""
+    model = ProcessRewardModel.open(folder, dtype=torch.float32)
+    assert model.step_head is not None
+    states = model.base(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1]
+    return float(model.step_head(states[0, -1:]).sigmoid().detach())
+
+
 def one_by_one(folder: Path, rollout: Rollout) -> list[float]:
     """The score of each step of a response from a forward pass over all tokens up to its separator."""
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    model = ProcessRewardModel.open(folder, dtype=torch.float32)
-    assert model.step_head is not None
     text, found = "", []
     for step in [line for line in rollout.text.split("\n") if line.strip()]:
         text += step + "#"
         ids = [*rollout.prompt.token_ids, *tokenizer.encode(text, add_special_tokens=False)]
-        states = model.base(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1]
-        found.append(float(model.step_head(states[0, -1:]).sigmoid().detach()))
+        found.append(score_at_the_end(folder, ids))
     return found
 
 
@@ -135,6 +142,24 @@ def test_tokens_of_several_characters_and_characters_of_several_tokens_are_place
         assert len(tokenizer.decode(one.token_ids[: place + 1], skip_special_tokens=True)) >= end
         before = tokenizer.decode(one.token_ids[:place], skip_special_tokens=True)
         assert len(before.rstrip("\ufffd")) < end
+
+
+@pytest.mark.parametrize("spelled", ["text", "responses", "control"])
+def test_a_sampled_special_token_is_what_it_was_in_the_training_of_the_model(
+    folder: Path, tmp_path: Path, spelled: SpecialTokens
+) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    model = ProcessRewardModel.open(folder)
+    assert model.separator is not None
+    model.separator = replace(model.separator, special_tokens=spelled)
+    model.save(tokenizer, tmp_path)
+    (one,) = rollouts_of(folder, ["ab<|im_end|>c"])
+    scored(tmp_path, [one], aggregate="min")
+    ids = tokenizer.encode(one.text, split_special_tokens=spelled == "text")
+    assert (tokenizer.eos_token_id in ids) == (spelled != "text")
+    ids = [*one.prompt.token_ids, *ids, *model.separator.ids]
+    found = one.terms["steps"]
+    assert found == pytest.approx(score_at_the_end(folder, ids), abs=1e-6)
 
 
 @pytest.mark.parametrize("how", ["min", "tokens"])
