@@ -157,11 +157,11 @@ def _signature(name: str, cls: type[Settings]) -> str:
         fields += ["steps: int = ...", "epochs: int = ..."]
     if "reward" in cls.model_fields:
         fields.append("rewards: Any = ...")
-    if result == "Run":
-        for keyword, event in EVENTS.items():
-            if keyword != "on_rollouts" or name in (*OF_ROLLOUTS, "grm"):
-                kind = f"Callable[[{event.__name__}], object]"
-                fields.append(f"{keyword}: {kind} | None = ...")
+    for keyword, event in EVENTS.items():
+        of_rollouts = keyword == "on_rollouts"
+        if name in (*OF_ROLLOUTS, "grm") if of_rollouts else result == "Run":
+            kind = f"Callable[[{event.__name__}], object]"
+            fields.append(f"{keyword}: {kind} | None = ...")
     rows = [f"    {one}," for one in [*first, "*configs: Given", *fields, "**settings: Any"]]
     lines = [f'    """{FUNCTIONS[name].__doc__}', "", "    Args:"]
     for field in cls.model_fields:

@@ -78,8 +78,7 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     Raises:
         ConfigError: Lists every problem of the settings.
     """
-    callbacks = _callbacks(verb, settings)
-    settings = {name: value for name, value in settings.items() if name not in EVENTS}
+    callbacks, settings = take_callbacks(verb, settings)
     if verb in TRAINED:
         cls, function = TRAINED[verb]
         config = plain_settings(read(cls, configs, settings))
@@ -91,7 +90,12 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     config = read(others[verb].settings, configs, settings)
     threads = 0 if isinstance(config, FolderConfig) else _threads(config)
     with show_warnings():
-        result = import_function(others[verb].function, threads)(config)
+        run = import_function(others[verb].function, threads)
+        if callbacks:  # of a generation
+            with watching(config.run, callbacks) as observer:
+                result = run(config, observer=observer)
+        else:
+            result = run(config)
     if not isinstance(config, GenerateConfig | LabelStepsConfig):
         return result
     import pandas
@@ -164,8 +168,16 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
     return found
 
 
-def _callbacks(verb: str, settings: Mapping[str, Any]) -> Callbacks:
-    """Return the callbacks among ``settings``. Raise ``ConfigError`` for one without events."""
+def take_callbacks(verb: str, settings: Mapping[str, Any]) -> tuple[Callbacks, dict[str, Any]]:
+    """Return the callbacks among ``settings``, and the other settings.
+
+    Args:
+        verb: Name of the verb.
+        settings: Settings by name.
+
+    Raises:
+        ConfigError: A callback is no function, or the verb has no such event.
+    """
     found = {
         name: value for name, value in settings.items() if name in EVENTS and value is not None
     }
@@ -174,16 +186,16 @@ def _callbacks(verb: str, settings: Mapping[str, Any]) -> Callbacks:
             raise ConfigError(
                 f"{name} = {value!r} is no function; give one whose argument is the event"
             )
-        if verb not in TRAINED:
+        if verb not in TRAINED and (verb, name) != ("generate", RolloutsEvent.name):
             raise ConfigError(
                 f"{name} is called by verbs that train, and {verb} does not; leave it out"
             )
         if name == RolloutsEvent.name and verb not in OF_ROLLOUTS:
             raise ConfigError(
-                f"{name} is called by {' and '.join(OF_ROLLOUTS)}, and {verb} has no such event; "
+                f"{name} is called by {', '.join(OF_ROLLOUTS)}, and {verb} has no such event; "
                 "leave it out"
             )
-    return found
+    return found, {name: value for name, value in settings.items() if name not in EVENTS}
 
 
 def _trained(verb: str, function: str, config: Any, callbacks: Callbacks) -> Run:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.api.calls import Given, is_elsewhere, read, show_warnings
+from lightrft.api.calls import Given, is_elsewhere, read, show_warnings, take_callbacks
 from lightrft.api.progress import watching
 from lightrft.api.run import Run
 from lightrft.api.start import check_trained, set_threads
@@ -20,6 +20,7 @@ from lightrft.config.base import changed_fields
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import broadcast_failure, init_process_group
 from lightrft.learner.policy_update import Objective, TokenLosses, policy_loss, with_loss_columns
+from lightrft.observability.events import Callbacks
 from lightrft.observability.metrics import Last
 from lightrft.observability.trackers import ReadRow
 from lightrft.rewards.base import NullScorer
@@ -58,7 +59,7 @@ class Policy:
 
     Args:
         configs: As for ``lightrft.rl``.
-        settings: As for ``lightrft.rl``.
+        settings: As for ``lightrft.rl``, with its callbacks.
 
     Raises:
         ConfigError: Lists every problem of the settings, and names settings that a loop of the
@@ -74,13 +75,14 @@ class Policy:
     """
 
     def __init__(self, *configs: Given, **settings: Any) -> None:
+        callbacks, settings = take_callbacks("rl", settings)
         config: RLConfig = read(RLConfig, configs, settings)
         requirements = check(config)
         check_own_loop(config)
         set_threads(config.run.threads)
         self._stack = ExitStack()
         try:
-            self._run, self._values = self._open(config, requirements)
+            self._run, self._values = self._open(config, requirements, callbacks)
         except BaseException as error:
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
@@ -88,10 +90,12 @@ class Policy:
         self._is_closed = False
         self._begin()
 
-    def _open(self, config: RLConfig, requirements: Any) -> tuple[RLRun, ReadRow]:
+    def _open(
+        self, config: RLConfig, requirements: Any, callbacks: Callbacks
+    ) -> tuple[RLRun, ReadRow]:
         enter = self._stack.enter_context
         enter(show_warnings())
-        observer = enter(watching(config.run))
+        observer = enter(watching(config.run, callbacks))
         strategy = config.strategy
         ranks = enter(init_process_group(strategy.timeout_minutes, strategy.device))
         session = enter(open_session(config, observer, ranks))

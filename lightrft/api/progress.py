@@ -16,7 +16,7 @@ from lightrft.config.run import RunConfig
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.events import Callbacks, RunEvent
 from lightrft.observability.progress_bar import Progress
-from lightrft.utils.errors import UserError, first_line, without_overwrite
+from lightrft.utils.errors import ConfigError, UserError, first_line, without_overwrite
 
 ACCURACIES = {"heldout_before": " before training", "heldout_after": " after training"}
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
@@ -57,7 +57,13 @@ class ProgressObserver:
             self._progress.note(text)
 
     def event(self, event: RunEvent) -> None:
-        """Call the callback of an event, if there is one."""
+        """Call the callback of an event, if there is one.
+
+        Raises ``ConfigError`` for a callback whose event the run does not have.
+        """
+        for name in self._callbacks:
+            if name in event.requests.missing:
+                raise ConfigError(f"{name} is never called: {event.requests.missing[name]}")
         if event.name in self._callbacks:
             self._callbacks[event.name](event)
 

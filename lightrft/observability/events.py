@@ -36,11 +36,13 @@ class Requests:
         evaluate: evaluate the run.
         changes: new values of settings, by name.
         settings: returns the current value of each setting that may change.
+        missing: events that the run does not have, with the reason.
         check: raises ``ConfigError`` for an action that the run cannot do, with its arguments.
     """
 
     settings: Callable[[], Mapping[str, Any]] = dict
     check: Callable[..., None] = lambda *_: None
+    missing: Mapping[str, str] = field(default_factory=dict)
     stop: str = ""
     save: bool = False
     evaluate: bool = False
@@ -57,7 +59,7 @@ class RunEvent:
     """An event of a run.
 
     Attributes:
-        number: Number of completed steps.
+        number: Number of completed steps, or of completed prompts of a generation.
         phase: The verb.
         requests: Requests of all callbacks. Use the methods instead.
     """
@@ -126,7 +128,7 @@ class StartEvent(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsEvent(RunEvent):
-    """Responses of a step are sampled and scored, and trained on.
+    """Responses of a step are sampled and trained on, or those to a prompt are generated.
 
     Attributes:
         rollouts: The responses, with ``prompt``, ``text``, ``reward`` and ``terms``.
@@ -194,7 +196,7 @@ EVENTS: dict[str, type[RunEvent]] = {
     for event in (StartEvent, RolloutsEvent, StepEvent, EvalEvent, CheckpointEvent, EndEvent)
 }
 """Events by the keyword of their callbacks."""
-OF_ROLLOUTS = ("rl", "grm-rl")
+OF_ROLLOUTS = ("rl", "dpo", "kto", "distill", "iterate", "generate", "grm-rl", "grm-dpo")
 """Verbs that have ``on_rollouts``."""
 Callbacks = Mapping[str, Callable[[Any], object]]
 """Functions of events, by keyword."""

@@ -55,7 +55,7 @@ class Service(Protocol):
 class ModelServer:
     """A model behind HTTP that listens, and answers once ``run`` is called.
 
-    A program that goes on meanwhile uses it as a context, in which a thread answers.
+    As a context, it answers in a thread, while the program does other things.
 
     Attributes:
         http: The HTTP side.

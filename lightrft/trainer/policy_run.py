@@ -94,11 +94,6 @@ class PolicyRun(TrainingRun):
         """Send the weights to the engine."""
         self.roles.publish(self.step)
 
-    @property
-    def samples(self) -> bool:
-        """The engine samples responses to train on."""
-        return False
-
     def publish_update(self) -> Metrics:
         """See ``TrainingRun.publish_update``."""
         if not self.samples:

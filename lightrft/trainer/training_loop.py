@@ -38,7 +38,14 @@ from lightrft.distributed.process_group import (
     run_on_all_ranks,
 )
 from lightrft.models.training_mode import evaluation_mode
-from lightrft.observability.events import EndEvent, EvalEvent, SettingChange, StartEvent, StepEvent
+from lightrft.observability.events import (
+    EndEvent,
+    EvalEvent,
+    RolloutsEvent,
+    SettingChange,
+    StartEvent,
+    StepEvent,
+)
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.run_health import Health
@@ -172,6 +179,11 @@ class TrainingRun(ABC):
     def start(self) -> None:
         """Start background work. Called once, when weights and state are loaded."""
         return
+
+    @property
+    def samples(self) -> bool:
+        """The engine samples responses to train on."""
+        return False
 
     @property
     def validates(self) -> bool:
@@ -328,6 +340,7 @@ def begin_steps(run: TrainingRun) -> ReadRow:
     values = run.values
     requests = session.requests
     requests.check, requests.settings = partial(check_request, run), partial(changeable, run)
+    requests.missing = missing_events(run)
     session.fire(StartEvent, run.step, steps=run.steps)
     do_requests(run)
     # A checkpoint of step 0 has values: its evaluation is not repeated.
@@ -503,13 +516,28 @@ def rest_of_step(
     return found.compute()
 
 
+UNMEASURED = (
+    "there is nothing to measure; name an eval set by eval.data.sources, or rows that are held out "
+    "by validation"
+)
+"""The reason why a run is never evaluated, and what to do."""
+
+
+def missing_events(run: TrainingRun) -> dict[str, str]:
+    """Return the events that the run does not have, with the reason."""
+    found = {} if run.evaluates else {EvalEvent.name: UNMEASURED}
+    if not run.samples:
+        found[RolloutsEvent.name] = (
+            "the run samples no responses to train on; leave it out, or set online.group_size "
+            "(dpo, kto) or distill.on_policy (distill)"
+        )
+    return found
+
+
 def check_request(run: TrainingRun, action: str, *arguments: Any) -> None:
     """Raise ``ConfigError`` if the run cannot do what a callback asks for."""
     if action == "evaluate" and not run.evaluates:
-        raise ConfigError(
-            "evaluate() has nothing to measure: name an eval set by eval.data.sources, or rows "
-            "that are held out by validation"
-        )
+        raise ConfigError(f"evaluate() cannot be done: {UNMEASURED}")
     if action == "change":
         run.with_change(*arguments)
 

@@ -180,15 +180,107 @@ def test_what_an_event_or_a_run_cannot_do_is_refused_by_name(rl, model, tmp_path
             "on_start": asking("change", "sampling.temperature", 0.5),
             "rollout": {**RL["rollout"], "staleness": 1},
         },
-        r"evaluate\(\) has nothing to measure": {"on_step": asking("evaluate"), "eval": {}},
+        r"evaluate\(\) cannot be done: there is nothing to measure": {
+            "on_step": asking("evaluate"),
+            "eval": {},
+        },
+        "on_eval is never called: there is nothing to measure": {"on_eval": print, "eval": {}},
         "on_step = 3 is no function": {"on_step": 3},
     }
     for number, (message, given) in enumerate(refused.items()):
         with pytest.raises(ConfigError, match=message):
             rl(f"refused{number}", **given)
     rows = [{"prompt": "1+1=", "response": "2"}] * 4
-    with pytest.raises(ConfigError, match="on_rollouts is called by rl and grm-rl, and sft has no"):
+    with pytest.raises(ConfigError, match=r"on_rollouts is called by rl, dpo, .*, and sft has no"):
         lightrft.sft(model=model, data=rows, on_rollouts=print, dir=str(tmp_path))
+    pairs = [{**row, "chosen": "2", "rejected": "3"} for row in rows]
+    given = {**SMALL, "model": model, "batch_size": 4, "steps": 1, "dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"on_rollouts is never called: .*online\.group_size"):
+        lightrft.dpo(data=pairs, on_rollouts=print, name="pairs", **given)
+    with pytest.raises(ConfigError, match=r"on_rollouts is never called: .*distill\.on_policy"):
+        lightrft.distill(data=rows, teacher=model, on_rollouts=print, name="given", **given)
+
+
+def even(rollout):
+    return sum(ord(letter) % 2 == 0 for letter in rollout.text) / max(1, len(rollout.text))
+
+
+def test_every_verb_that_samples_shows_its_responses(model, tmp_path):
+    seen: list = []
+    given = {
+        **SMALL,
+        "model": model,
+        "data": SUMS,
+        "dir": str(tmp_path),
+        "on_rollouts": seen.append,
+    }
+    train = {**given, "batch_size": 4, "steps": 2, "sampling": {"max_new_tokens": 4}}
+    online = {"group_size": 4}
+    run = lightrft.dpo(rewards=[even], online=online, name="online", **train)
+    written = [list(run.rollouts(step)["text"]) for step in (1, 2)]
+    assert [[one.text for one in event.rollouts] for event in seen] == written
+    assert [(event.phase, event.number) for event in seen] == [("dpo", 1), ("dpo", 2)]
+    seen.clear()
+    teacher = {"teacher": str(run.model), "distill": {"on_policy": 1.0}}
+    run = lightrft.distill(name="distill", **teacher, **train)
+    assert [[one.text for one in event.rollouts] for event in seen] == [
+        list(run.rollouts(step)["text"]) for step in (1, 2)
+    ]
+    seen.clear()
+    few = {**given, "data": SUMS[:3], "sampling": {"max_new_tokens": 4}}
+    del few["log"]
+    rows = lightrft.generate(**few, samples=2, output=str(tmp_path / "answers.jsonl"))
+    texts = [one.text for event in seen for one in event.rollouts]
+    assert sorted(texts) == sorted(rows["response"])
+    assert [(event.phase, event.number) for event in seen] == [("generate", k) for k in (1, 2, 3)]
+    with pytest.raises(ConfigError, match=r"a generation can be watched, and has no stop\(\)"):
+        seen[0].stop()
+
+
+def test_rounds_show_generation_and_training_and_refuse_an_event_that_neither_has(model, tmp_path):
+    seen: list = []
+    rounds = {
+        "model": model,
+        "data": SUMS[:4],
+        "rewards": [even],
+        "rounds": 1,
+        "samples": 2,
+        "select": {"keep": "best", "keep_truncated": True},
+        "sampling": {"max_new_tokens": 4},
+        "sft": {"batch_size": 2, "train": {"steps": 1}, "log": {"tensorboard": False}},
+        "run": {"dir": str(tmp_path), "progress": False, "threads": 1},
+    }
+    lightrft.iterate(**rounds, name="rounds", on_rollouts=seen.append, on_step=seen.append)
+    phases = [event.phase for event in seen]
+    assert phases[:4] == ["generate"] * 4 and set(phases[4:]) == {"sft"}
+    with pytest.raises(ConfigError, match="on_eval is never called"):
+        lightrft.iterate(**rounds, name="other", on_eval=print)
+    assert not (tmp_path / "other" / "round_01" / "rows.jsonl").exists()
+
+
+def test_a_loop_of_the_program_calls_callbacks_too(model, tmp_path):
+    seen: list = []
+    given = {**SMALL, **RL, "model": model, "data": SUMS[2:], "dir": str(tmp_path)}
+    given["rewards"] = [even]
+
+    def watch(event):
+        seen.append((event.name, event.number))
+        if event.name == "on_step" and event.number == 1:
+            event.change("optimizer.lr", 2e-3)
+            event.save()
+        if event.name == "on_step" and event.number == 2:
+            event.stop()
+
+    with lightrft.Policy(**given, name="loop", **dict.fromkeys(EVENTS, watch)) as policy:
+        for _ in policy:
+            groups = policy.score(policy.sample(policy.prompts()))
+            policy.update(policy.batch(groups))
+            policy.sync()
+        rate = policy.config.optimizer.lr
+    step = lambda n: [("on_rollouts", n), ("on_step", n), ("on_checkpoint", n)]  # noqa: E731
+    assert seen == [("on_start", 0), *step(1), *step(2), ("on_end", 2)] and rate == 2e-3
+    with pytest.raises(ConfigError, match="on_step = 3 is no function"):
+        lightrft.Policy(**given, on_step=3)
 
 
 def test_other_verbs_change_their_learning_rate_and_resume_with_it(model, tmp_path):
@@ -225,6 +317,7 @@ def test_the_example_of_the_page_runs_as_it_is_written(model, tmp_path, monkeypa
         "data": {"sources": ["rows.jsonl"]},
         "reward": {"terms": ["rewards.py:digits"]},
         "train": {"steps": 3},
+        "eval": {**RL["eval"], "data": {"sources": ["rows.jsonl"]}},
         "rollout": RL["rollout"],
         "sampling": RL["sampling"],
         "optimizer": {"lr": 1e-3},

@@ -23,6 +23,7 @@ from lightrft.learner.reference_update import (
 )
 from lightrft.learner.sft_step import examples_to_batch
 from lightrft.models.processors import Processor, load_processor
+from lightrft.observability.events import RolloutsEvent
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
@@ -122,7 +123,7 @@ class DistillRun(PolicyRun):
         before = self.sampler.state_dict()
         try:
             with before_update():
-                lesson, metrics = self.lesson(self.draw())
+                lesson, metrics, sampled = self.lesson(self.draw())
         except BaseException:
             self.sampler.load_state_dict(before)
             raise
@@ -131,6 +132,8 @@ class DistillRun(PolicyRun):
         with timers("update"):
             budget = config.train.micro_batch_tokens
             metrics.merge(distill_step(self.roles, lesson, config.distill, budget))
+        if sampled:
+            self.session.fire(RolloutsEvent, self.step + 1, rollouts=sampled)
         return metrics
 
     def draw(self) -> Rows:
@@ -140,8 +143,8 @@ class DistillRun(PolicyRun):
             return draw(self.dataset, self.sampler, count)
         return draw(self.dataset, self.sampler, count)
 
-    def lesson(self, rows: Rows) -> tuple[Lesson, Metrics]:
-        """Return the responses to learn on, and metrics of sampled ones.
+    def lesson(self, rows: Rows) -> tuple[Lesson, Metrics, list[Rollout]]:
+        """Return what to learn on, metrics of sampled responses, and these responses.
 
         Raises ``GenerationInterrupted`` if the run is asked to stop while responses are sampled.
         """
@@ -149,6 +152,7 @@ class DistillRun(PolicyRun):
         examples = [row for row in rows if isinstance(row, Example)]
         # A dataset of prompts has no given responses.
         sampled = not examples or is_sampled(self.config, self.step)
+        rollouts: list[Rollout] = []
         metrics = Metrics({"distill/on_policy": Mean(float(sampled))})
         if sampled:
             rollouts = self.sample(prompts)
@@ -158,7 +162,7 @@ class DistillRun(PolicyRun):
             batch = examples_to_batch(examples)
         sources = [prompt.data_source for prompt in prompts]
         batch, shown = self.shown_batch(self.views, prompts, batch)
-        return Lesson(batch, shown, sources, not sampled), metrics
+        return Lesson(batch, shown, sources, not sampled), metrics, rollouts
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Generate a response to each prompt by the current weights, and write them if due.

@@ -21,6 +21,7 @@ from lightrft.datasets.sampler import EvalPrompts
 from lightrft.engines.base import Engine
 from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.processors import load_processor
+from lightrft.observability.events import Requests, RolloutsEvent
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.startup_check import check_rewards
@@ -373,6 +374,13 @@ class Collector:
             ordered = sorted(self._found.pop(expected.index), key=lambda r: r.sample)
             lines = [self.line(one) for one in ordered]
             self.journal.add(expected.index, expected.prompt, lines)
+            done = {"number": len(self.journal), "rollouts": ordered}
+            event = RolloutsEvent(phase="generate", requests=Requests(check=_refuse), **done)
+            self.journal.observer.event(event)
+
+
+def _refuse(action: str, *_: Any) -> None:
+    raise ConfigError(f"a generation can be watched, and has no {action}(); leave it out")
 
 
 def line_of(rollout: Rollout) -> dict[str, object]:

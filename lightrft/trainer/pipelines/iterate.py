@@ -6,13 +6,14 @@ import gc
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightrft.config.base import dotted
 from lightrft.config.verbs import DPOConfig, IterateConfig
-from lightrft.observability.events import RunEvent
+from lightrft.observability.events import EvalEvent, RunEvent
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import RunDirectory, check_same_settings
 from lightrft.observability.trackers import Row, Summary
@@ -22,6 +23,7 @@ from lightrft.trainer.pipelines.training_rows import summary_of
 from lightrft.trainer.preference.run import run_preference
 from lightrft.trainer.run_summary import finished_summary
 from lightrft.trainer.sft import run_sft
+from lightrft.trainer.training_loop import UNMEASURED
 from lightrft.utils.atomic_files import write_json
 from lightrft.utils.errors import ConfigError
 
@@ -64,10 +66,12 @@ class RoundObserver:
     Args:
         observer: receives the progress.
         number: number of the round.
+        missing: events that no part of the round has, with the reason.
     """
 
     observer: Observer
     number: int
+    missing: Mapping[str, str]
 
     def begin(self, title: str, total: int, done: int) -> None:
         """Start a phase.
@@ -89,6 +93,7 @@ class RoundObserver:
 
     def event(self, event: RunEvent) -> None:
         """Call the callback of an event of the round."""
+        event.requests.missing = self.missing
         self.observer.event(event)
 
 
@@ -117,7 +122,7 @@ def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summ
         seconds = 0.0
         for number in range(1, config.rounds + 1):
             part = RoundPlan(config, number)
-            watching = RoundObserver(observer, number)
+            watching = RoundObserver(observer, number, missing_in(part))
             counts = generate_rows(part, watching)
             trained = train(part, watching)
             seconds += counts.get(SECONDS, 0.0) + trained["seconds"]
@@ -131,6 +136,13 @@ def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summ
         summary = sum_up(config, results, seconds)
         folder.write_summary(summary)
     return summary
+
+
+def missing_in(part: RoundPlan) -> dict[str, str]:
+    """Return the events that no part of a round has, with the reason."""
+    settings = part.training()
+    is_measured = settings.eval.data.sources or settings.validation.sources
+    return {} if is_measured else {EvalEvent.name: UNMEASURED}
 
 
 def generate_rows(part: RoundPlan, observer: Observer) -> dict[str, Any]:

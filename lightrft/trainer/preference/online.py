@@ -15,6 +15,7 @@ from lightrft.learner.preference_step import preference_step
 from lightrft.learner.reference_update import update_reference
 from lightrft.learner.sft_step import with_sources
 from lightrft.models.processors import load_processor
+from lightrft.observability.events import RolloutsEvent
 from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.run_health import Health
 from lightrft.rollout.accounting import CollectedRollouts, rollout_metrics
@@ -136,6 +137,7 @@ class OnlinePreferenceRun(PreferenceRun):
         self.health.blame("rollout/frac_reward_failed", collected.failures)
         for reason, count in collected.failures.most_common(3):
             log.info("step %d: %d responses were not scored: %s", done, count, reason)
+        self.session.fire(RolloutsEvent, done, rollouts=collected.rollouts)
         if not every or done % every:
             return
         ranks: dict[int, int | None] = {}
