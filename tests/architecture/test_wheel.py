@@ -17,8 +17,11 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
+import lightrft
 from tests.architecture.tree import PACKAGE, ROOT
 from tests.e2e.test_demo import FEW, parity
 
@@ -122,3 +125,28 @@ def test_the_installed_demo_trains_and_its_model_is_served_by_the_extra(
         finally:
             server.terminate()
     assert server.returncode == 0
+
+
+@pytest.mark.slow
+def test_three_cells_of_a_notebook_lead_from_the_wheel_to_a_trained_model(
+    python: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first cell installs the wheel, and the others are the notebook's: rows and a model, and the run."""
+    run(python, "-m", "pip", "uninstall", "-y", "lightrft-rl", cwd=tmp_path)
+    words = ("-m", "ipykernel", "install", "--prefix", tmp_path, "--name", "wheel")
+    run(python, *words, cwd=tmp_path)
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    notebook.cells[0] = nbformat.v4.new_code_cell(f"%pip install {wheel}")
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=1000, kernel_name="wheel", resources=place).execute()
+    installed, _, *shown = (cell.outputs for cell in notebook.cells)
+    assert "Successfully installed lightrft-rl" in str(installed)
+    shown = [outputs[-1]["data"] for outputs in shown]
+    assert "finished at step 20" in shown[0]["text/plain"]
+    assert shown[3]["text/html"].startswith("<iframe srcdoc=")
+    metrics = lightrft.Run(tmp_path / "runs" / "run").metrics
+    assert metrics["reward/mean"].iloc[-1] > 0.5 > metrics["reward/mean"].iloc[0]

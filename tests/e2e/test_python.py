@@ -267,19 +267,3 @@ def test_the_example_of_the_page_runs_as_it_is_written(tmp_path, monkeypatch, ca
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "run" / "model").is_dir() and "reward/mean" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_notebook_trains_and_shows_its_results_in_jupyter(tmp_path):
-    import nbclient
-    import nbformat
-
-    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", 4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-    place = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=1000, resources=place).execute()
-    shown = [cell.outputs[-1]["data"] for cell in notebook.cells[2:]]
-    assert "finished at step 20" in shown[0]["text/plain"]
-    assert shown[3]["text/html"].startswith("<iframe srcdoc=")
-    run = lightrft.Run(tmp_path / "runs" / "run")
-    assert run.metrics["reward/mean"].iloc[-1] > 0.5 > run.metrics["reward/mean"].iloc[0]
