@@ -45,6 +45,7 @@ VERBS = {
     "report": "write a page about a run: curves, groups, advantages and responses",
     "data": "print the first rows of a config as a run reads them, with the trained tokens",
     "settings": "search the settings of all verbs; print their JSON Schema for editors",
+    "completion": "print a script by which bash, zsh or fish complete verbs and settings",
     "explain": "print the objective of a preset or a config",
     "doctor": "estimate memory and time, and find problems, before a run starts",
     "check": "test a function of the user against the contract of its kind",

@@ -188,6 +188,7 @@ NEED_NO_MODEL = (
     ("demo", "visoin"),
     ("check", "grpo", "--kind", "nope"),
     ("report", "nowhere"),
+    ("completion", "bash"),
 )
 
 

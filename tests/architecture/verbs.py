@@ -37,4 +37,5 @@ CONFIG_OF: dict[str, type[Settings]] = {
     "check": Options,
     "report": Options,
     "settings": Options,
+    "completion": Options,
 }

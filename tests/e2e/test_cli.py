@@ -45,6 +45,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
         "doctor": "doctor.device_memory",
         "report": "run folder",
         "settings": "descriptions",
+        "completion": "bash | zsh | fish",
         "export": "adapters",
         "compare": "confidence",
         "merge": "merge_method",
