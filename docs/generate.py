@@ -132,6 +132,7 @@ def python_stub() -> str:
         "",
         "from lightrft.api.policy import Policy as Policy",
         "from lightrft.api.run import Run as Run",
+        "from lightrft.rewards.program_function import here as here",
         *imports,
         "",
         "Given: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings",

@@ -13,7 +13,7 @@ VERBS = (
 )
 """Verbs that are functions of this module."""
 
-__all__ = ["Policy", "Run", "__version__", *VERBS]
+__all__ = ["Policy", "Run", "__version__", "here", *VERBS]
 
 install()
 
@@ -29,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from lightrft.api.policy import Policy
 
         return Policy
+    if name == "here":
+        from lightrft.rewards.program_function import here
+
+        return here
     if name in VERBS:
         from lightrft.api import FUNCTIONS
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightrft.api.policy import Policy as Policy
 from lightrft.api.run import Run as Run
+from lightrft.rewards.program_function import here as here
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
 from lightrft.config.data import MediaConfig, ProcessDataConfig

@@ -62,6 +62,13 @@ def plain(value: Any, folder: Path, key: str = "") -> Any:
     if callable(getattr(value, "save_pretrained", None)):  # a tokenizer or a processor
         return str(_saved(value, folder, "tokenizer"))
     if callable(value) and not isinstance(value, type):
+        # Here, since it imports what only a program with functions needs.
+        from lightrft.rewards.program_function import Here
+
+        if isinstance(value, Here):
+            if key.partition(".")[0] != "reward":
+                raise ConfigError(f"{key}: here() is for rewards; give the function itself")
+            return value.write(folder)
         return name_of_function(value, folder)
     if callable(item := getattr(value, "item", None)):  # a number of numpy or torch
         with suppress(ValueError, RuntimeError):

@@ -52,8 +52,9 @@ def name_of_function(function: Callable[..., Any], folder: Path) -> str:
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"the function {name!r} cannot be sent to other processes{_culprit(function)}: "
-            f"{first_line(error)}; create that value inside the function, or name the function as "
-            "file.py:function"
+            f"{first_line(error)}; create that value inside the function, name the function as "
+            "file.py:function, or give a reward as lightrft.here(function), which runs in this "
+            "process"
         ) from error
     file = folder / f"{name}-{digest.hexdigest()[:DIGITS]}.py"
     if not file.is_file():
@@ -183,6 +184,22 @@ def _culprit(function: object) -> str:
     return ""
 
 
+def shown_source(function: object) -> str:
+    """Return the source of a function as a comment."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))  # ty: ignore[invalid-argument-type]
+    except (OSError, TypeError):
+        source = "(not known)"
+    return textwrap.indent(source.rstrip(), "# ", lambda line: True)
+
+
+def code_of(function: object) -> Iterator[bytes]:
+    """Yield the code of a function, or of the object's class that is called."""
+    called = function if isinstance(function, FunctionType) else type(function).__call__
+    code = getattr(called, "__code__", None)
+    yield repr(called).encode() if code is None else b"".join(_code(code))
+
+
 def _module_text(name: str, function: object, data: bytes) -> str:
     """Return the text of a module that defines ``name``.
 
@@ -191,11 +208,7 @@ def _module_text(name: str, function: object, data: bytes) -> str:
         function: The function, whose source is shown.
         data: The function as ``cloudpickle`` writes it.
     """
-    try:
-        source = textwrap.dedent(inspect.getsource(function))  # ty: ignore[invalid-argument-type]
-    except (OSError, TypeError):
-        source = "(not known)"
-    shown = textwrap.indent(source.rstrip(), "# ", lambda line: True)
+    shown = shown_source(function)
     lines = "\n".join(textwrap.wrap(base64.b64encode(data).decode(), 96))
     return (
         f"# {name}, a function of the program that started the run:\n#\n{shown}\n\n"

@@ -185,9 +185,52 @@ def test_a_function_that_cannot_be_sent_is_refused_before_anything_is_written(rl
         with lock:
             return 1.0
 
-    with pytest.raises(ConfigError, match="uses 'lock', which is of type lock"):
+    with pytest.raises(
+        ConfigError, match=r"uses 'lock', which is of type lock.*lightrft\.here\(function\)"
+    ):
         rl(rewards=[guarded], name="none")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_reward_that_cannot_be_sent_runs_in_the_program_where_it_is_asked_for(rl, tmp_path):
+    lock, seen = threading.Lock(), []
+
+    def guarded(rollout, scale=1.0):
+        with lock:
+            seen.append(rollout.text)
+            return {"reward": scale * (len(rollout.text) % 3), "length": len(rollout.text)}
+
+    def of_all(rollouts):
+        with lock:
+            return [float(rollout.prompt.label == "3") for rollout in rollouts]
+
+    terms = [{"function": lightrft.here(guarded), "options": {"scale": 2.0}}, lightrft.here(of_all)]
+    run = rl(rewards=terms, name="here")
+    rows = run.rollouts(step=1).to_dict("records")
+    assert {row["text"] for row in rows} <= set(seen)
+    for row in rows:
+        assert row["terms"]["guarded"] == 2.0 * (len(row["text"]) % 3)
+        assert row["terms"]["of_all"] == float(row["label"] == "3")
+    # The code is the same, so the run goes on; other code is refused.
+    assert list(rl(rewards=terms, name="here", steps=3).metrics.index) == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"reward\.terms"):
+        rl(rewards=[lightrft.here(lambda rollout: 1.0)], name="here", steps=4)
+    with pytest.raises(ConfigError, match=r"here\(\) is for rewards"):
+        rl(algorithm={"filters": [lightrft.here(of_all)]}, name="filters")
+
+
+def test_a_reward_in_the_program_that_fails_or_is_slow_is_reported(rl):
+    def broken(rollout):
+        raise KeyError("answer")
+
+    def slow(rollout):
+        time.sleep(1.5)
+        return 1.0
+
+    with pytest.raises(RewardError, match="KeyError: 'answer'"):
+        rl(rewards=[lightrft.here(broken)], name="broken")
+    with pytest.raises(RewardError, match="slow"):
+        rl(rewards=[lightrft.here(slow)], name="slow", **{"reward.timeout": 0.2})
 
 
 def test_a_reward_that_fails_is_reported_with_its_error(rl):
