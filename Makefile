@@ -137,9 +137,10 @@ format: install
 	"$(BIN)/ruff" format .
 	"$(BIN)/ruff" check --fix .
 
-# The reference pages that are made from the code.
+# The reference pages that are made from the code, and all pages as a site with search.
 docs: install
 	"$(BIN)/python" -m docs.generate
+	"$(BIN)/python" -m docs.site
 
 # The newest versions that pyproject.toml allows; torch is moved by hand, since every other pin follows from it.
 constraints:
