@@ -48,6 +48,36 @@ def test_every_public_name_that_is_called_occurs_in_an_example_that_runs() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("own_reward", ["own_reward", "here"]),
+        ("dpo", ["dpo", "online"]),
+        ("own_loop", ["loop"]),
+        ("reading_a_run", ["read"]),
+        ("vlm", ["vlm"]),
+    ],
+)
+def test_a_notebook_runs_in_jupyter_as_it_is_written(name, runs, tmp_path):
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=1000, resources=place).execute()
+    assert any(cell.get("outputs") for cell in notebook.cells)
+    for run in runs:
+        summary = json.loads((tmp_path / "runs" / run / "summary.json").read_text())
+        assert summary["finished"]
+
+
+def test_every_notebook_is_run_by_a_test() -> None:
+    tested = {"first_run", "own_reward", "dpo", "own_loop", "reading_a_run", "vlm"}
+    assert {page.stem for page in (ROOT / "examples").glob("*.ipynb")} == tested
+
+
+@pytest.mark.slow
 def test_the_page_of_examples_runs_from_top_to_bottom(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
