@@ -76,6 +76,7 @@ VERBS: dict[str, type[Settings]] = {
     "chat": verbs.ChatConfig,
     "serve": serving.ServeConfig,
     "serve-rm": serving.ServeRMConfig,
+    "serve-tinker": serving.ServeTinkerConfig,
     "export": verbs.ExportConfig,
     "merge": model.MergeConfig,
     "convert": model.ConvertConfig,

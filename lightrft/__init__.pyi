@@ -864,3 +864,33 @@ def serve_rm(
             there is one.
         threads: Number of CPU threads; 0 leaves it to torch.
     """
+
+def serve_tinker(
+    *configs: Given,
+    model: Any = ...,
+    name: str | None = ...,
+    dir: str = ...,
+    lora_alpha: float = ...,
+    http: HTTPConfig | Mapping[str, Any] = ...,
+    engine: EngineConfig | Mapping[str, Any] | str = ...,
+    max_tokens_per_micro_batch: int = ...,
+    device: str = ...,
+    threads: int = ...,
+    **settings: Any,
+) -> Any:
+    """Train and sample for programs that use tinker's client: lightrft serve-tinker MODEL http.port=8000
+
+    Args:
+        model: Base model, run folder or checkpoint. It stays as it is, and each training client has
+            an adapter.
+        name: Name of the base model that clients give; `null` takes `model.path`.
+        dir: Folder of the checkpoints of all clients.
+        lora_alpha: Scale of the adapters: their product counts `lora_alpha / rank` times. The
+            client gives the rank. Adapters of a checkpoint keep their scale.
+        http: Address, tokens and limits.
+        engine: Engine that samples.
+        max_tokens_per_micro_batch: Largest number of tokens of a forward pass.
+        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
+            there is one.
+        threads: Number of CPU threads; 0 leaves it to torch.
+    """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrft.config.config_tools import ImportConfig
-from lightrft.config.generation.serving import ServeConfig, ServeRMConfig
+from lightrft.config.generation.serving import ServeConfig, ServeRMConfig, ServeTinkerConfig
 from lightrft.config.model import ConvertConfig, MergeConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
@@ -77,7 +77,7 @@ class ServingVerb:
     ``path_setting`` is the setting for a folder that is given without a key.
     """
 
-    settings: type[ServeConfig] | type[ServeRMConfig]
+    settings: type[ServeConfig | ServeRMConfig | ServeTinkerConfig]
     about: str
     function: str
     path_setting: str
@@ -225,6 +225,13 @@ SERVING = {
         ServeRMConfig,
         "Answer requests for scores of a reward model: lightrft serve-rm MODEL http.port=8000",
         "lightrft.serving.reward_server:open_reward_server",
+        "model.path",
+    ),
+    "serve-tinker": ServingVerb(
+        ServeTinkerConfig,
+        "Train and sample for programs that use tinker's client: lightrft serve-tinker MODEL "
+        "http.port=8000",
+        "lightrft.serving.tinker.tinker_server:open_tinker_server",
         "model.path",
     ),
 }

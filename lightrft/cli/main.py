@@ -38,6 +38,7 @@ VERBS = {
     "chat": "talk to a model",
     "serve": "answer requests for text by a model, as OpenAI and Anthropic do",
     "serve-rm": "answer requests for scores of a reward model",
+    "serve-tinker": "train and sample for programs that use tinker's client",
     "export": "write a Hugging Face folder from a run or a checkpoint",
     "merge": "write one model folder from several models, or from adapters",
     "convert": "write a model folder with another type of weights, or size of files",
@@ -55,7 +56,7 @@ VERBS = {
 IN_TABLE = (
     *("rl", "sft", "dpo", "kto", "rm", "prm", "distill"),
     *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert", "import-config"),
-    *("serve", "serve-rm"),
+    *("serve", "serve-rm", "serve-tinker"),
 )
 """Verbs with a row in ``lightrft.cli.verbs``.
 
@@ -84,6 +85,7 @@ OTHER_VERBS: dict[str, str] = {
     **dict.fromkeys(("talk", "repl", "ask"), "chat"),
     **dict.fromkeys(("vllm-serve", "vllm", "api-server", "api", "server"), "serve"),
     **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
+    **dict.fromkeys(("serve_tinker", "tinker"), "serve-tinker"),
     **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
     **dict.fromkeys(("describe", "formula"), "explain"),
     **dict.fromkeys(("search", "find", "options", "config", "setting"), "settings"),

@@ -359,6 +359,20 @@ def target_modules(
     return [name for name in named if part_by_name[name] in config.parts]
 
 
+def adapted_modules(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the layers of the language model that peft can adapt.
+
+    Raises:
+        ModelError: There are none.
+    """
+    skipped = "out_proj" if model.config.model_type in _FUSED_MAMBA else None
+    return [
+        name
+        for name in target_modules(model, LoRAConfig())
+        if isinstance(model.get_submodule(name), nn.Linear) and name.rpartition(".")[2] != skipped
+    ]
+
+
 def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get adapters.
 
@@ -380,8 +394,8 @@ def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
 
 
 def _is_around(module: nn.Module) -> bool:
-    """Return ``True`` for a module with a linear layer among its children."""
-    return any(isinstance(child, nn.Linear) for child in module.children())
+    """Return ``True`` for a module with a linear layer inside of it."""
+    return any(isinstance(inner, nn.Linear) for inner in module.modules() if inner is not module)
 
 
 def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) -> set[str]:

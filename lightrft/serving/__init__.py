@@ -2,5 +2,6 @@
 
 ``http_server`` is the HTTP side: tokens, limits, repeated requests, shutdown. ``field_table``
 describes the fields of requests. ``work_queue`` holds waiting requests, and ``batcher`` makes
-batches of them. ``reward_service`` scores. ``chat`` generates.
+batches of them. ``reward_service`` scores. ``chat`` generates. ``tinker``
+trains too.
 """

@@ -24,6 +24,7 @@ class Batcher(WorkQueue[P]):
         compute: Returns the result of each work of a batch.
         config: Tokens of a batch and the longest wait.
         metrics: Counts batches, tokens and works.
+        task: What the thread does, for messages.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class Batcher(WorkQueue[P]):
         compute: Callable[[Sequence[Work[P]]], Sequence[object]],
         config: BatchingConfig,
         metrics: ServerMetrics,
+        task: str = "computes scores",
     ) -> None:
-        super().__init__("batches", "computes scores", metrics)
+        super().__init__("batches", task, metrics)
         self.compute = compute
         self.config = config
         self._stopping = False

@@ -11,7 +11,8 @@ from typing import Any, Protocol, Self, cast
 
 from torch import Tensor
 
-from lightrft.config.generation.serving import ServeConfig, ServeRMConfig
+from lightrft.config.engine import EngineConfig
+from lightrft.config.generation.serving import ServeConfig, ServeRMConfig, ServeTinkerConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.engines.constrained.grammars import refuse_column
 from lightrft.engines.native import NativeEngine
@@ -163,7 +164,9 @@ def open_server(config: ServeConfig) -> ModelServer:
 
 
 def listening(
-    service: Service, config: ServeConfig | ServeRMConfig, metrics: ServerMetrics
+    service: Service,
+    config: ServeConfig | ServeRMConfig | ServeTinkerConfig,
+    metrics: ServerMetrics,
 ) -> ModelServer:
     """Return a server of ``service`` that listens.
 
@@ -204,6 +207,15 @@ def listening(
         raise
 
 
+def check_engine(engine: EngineConfig) -> None:
+    """Raise ``ConfigError`` for an engine that a server cannot generate with."""
+    if not kind_of(engine).serves:
+        raise ConfigError(
+            f"engine.kind = {engine.kind}: this server generates with the native engine; "
+            "set engine.kind=native, or start that engine's own server"
+        )
+
+
 def generation_service(
     config: ServeConfig | ServeRMConfig, metrics: ServerMetrics, budget: int
 ) -> GenerationService:
@@ -214,11 +226,7 @@ def generation_service(
         metrics: Counters of the server.
         budget: Largest number of tokens of a forward pass that computes log-probs.
     """
-    if not kind_of(config.engine).serves:
-        raise ConfigError(
-            f"engine.kind = {config.engine.kind}: this server generates with the native engine; "
-            "set engine.kind=native, or start that engine's own server"
-        )
+    check_engine(config.engine)
     refuse_column(config.sampling, "no request has")
     model, saved = resolved(config.model)
     tokenizer = local_tokenizer(model)

@@ -56,8 +56,10 @@ KEEP_ALIVE = 75
 CLIENT_LEFT = 499
 """Status by which requests of clients that have left are counted, as in nginx."""
 REQUEST_ID = "x-request-id"
-BYTES = "application/octet-stream"
-"""Content type of a body that is no JSON."""
+PROTOBUF = "application/x-protobuf"
+"""Content type of an answer in bytes."""
+BYTES = ("application/octet-stream", PROTOBUF)
+"""Content types of a body that is no JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ class Endpoint:
 
     Attributes:
         paths: Its paths.
-        answer: Returns JSON data, a text, or an ``EventStream``. It raises ``HTTPProblem`` or
-            ``UserError``.
+        answer: Returns JSON data, a text, a message of protobuf, or an ``EventStream``. It raises
+            ``HTTPProblem`` or ``UserError``.
         method: ``GET`` or ``POST``.
         is_open: It needs no token, and is answered also by a full server.
         error: Returns the body of a refusal.
@@ -290,6 +292,7 @@ class HTTPServer:
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         from starlette.responses import JSONResponse, PlainTextResponse
+        from starlette.responses import Response as PlainResponse
 
         if endpoint.is_open:
             answer = await endpoint.answer(HTTPCall({}, math.inf))
@@ -329,6 +332,8 @@ class HTTPServer:
             return self._streamed(answer, call, endpoint)
         if isinstance(answer, str):
             return PlainTextResponse(answer)
+        if isinstance(answer, bytes):
+            return PlainResponse(answer, media_type=PROTOBUF)
         headers = {REQUEST_ID: call.id} if call.id else {}
         return JSONResponse(answer, headers=headers)
 
@@ -429,13 +434,13 @@ class HTTPServer:
             self.metrics.count("truncated_uploads")
             raise bad(f"the upload was truncated after {len(data)} bytes") from error
         id = request.headers.get(REQUEST_ID, "")[:200]
-        if request.headers.get("content-type") == BYTES:
+        if request.headers.get("content-type") in BYTES:
             end = time.monotonic() + self.config.timeout
             return HTTPCall(dict(request.query_params), end, data=bytes(data))
         tree = await asyncio.to_thread(_parsed, bytes(data))
         query = hashlib.blake2b(request.url.path.encode() + b"\0" + data, digest_size=16)
         deadline = time.monotonic() + self.config.timeout
-        return HTTPCall(tree, deadline, query.hexdigest(), id)
+        return HTTPCall({**tree, **request.path_params}, deadline, query.hexdigest(), id)
 
     @property
     def _largest(self) -> float:

@@ -53,6 +53,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
         "import-config": "framework",
         "serve": "max_body_mb",
         "serve-rm": "max_body_mb",
+        "serve-tinker": "max_body_mb",
     }
     assert shown.get(verb, "run.name") in outcome.out
 

@@ -125,3 +125,42 @@ class ServeRMConfig(Settings):
     def _compares_no_logprobs(self) -> ServeRMConfig:
         _refuse_check(self.engine)
         return self
+
+
+class ServeTinkerConfig(Settings):
+    """The settings of ``lightrft serve-tinker``: training and sampling by tinker's client."""
+
+    paths: ClassVar[tuple[str, ...]] = ("dir",)
+    """The settings of this section that are paths."""
+
+    model: ModelConfig = ModelConfig()
+    """Base model, run folder or checkpoint. It stays as it is, and each training client has an
+    adapter."""
+    name: str | None = None
+    """Name of the base model that clients give; ``null`` takes ``model.path``."""
+    dir: str = "runs/tinker"
+    """Folder of the checkpoints of all clients."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """Scale of the adapters: their product counts ``lora_alpha / rank`` times. The client gives the
+    rank. Adapters of a checkpoint keep their scale."""
+    http: HTTPConfig = HTTPConfig()
+    """Address, tokens and limits."""
+    engine: EngineConfig = EngineConfig()
+    """Engine that samples."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Largest number of tokens of a forward pass."""
+    device: str = "auto"
+    """Device of the model, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where there
+    is one."""
+    threads: int = Field(0, ge=0)
+    """Number of CPU threads; 0 leaves it to torch."""
+
+    @model_validator(mode="after")
+    def _is_base(self) -> ServeTinkerConfig:
+        _refuse_check(self.engine)
+        if self.model.lora is not None:
+            raise ValueError(
+                "model.lora: each client gives the rank of its adapter; leave it out, and set "
+                "lora_alpha for its scale"
+            )
+        return self

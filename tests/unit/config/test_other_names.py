@@ -36,6 +36,7 @@ VERBS: dict[str, type[Settings]] = {
     "merge": model.MergeConfig,
     "serve": serving.ServeConfig,
     "serve-rm": serving.ServeRMConfig,
+    "serve-tinker": serving.ServeTinkerConfig,
 }
 
 

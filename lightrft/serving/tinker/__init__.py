@@ -1,0 +1,1 @@
+"""The calls of tinker's client: ``lightrft serve-tinker``."""
