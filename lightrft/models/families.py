@@ -156,6 +156,7 @@ _OWN_MEDIA = {
     "lfm2_vl": _OWN,
     "lfm3_vl": _OWN,
     "lighton_ocr": _OWN,
+    "mllama": derived.Own(forward=derived.MLLAMA, writes_start=True),
     "minicpmv4_6": _OWN,
     "minicpmv4_7": _OWN,
     "mistral3": _OWN,
@@ -274,10 +275,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-_OWN_LAYERS = "layers of their own attend to pictures, which take no places of placeholders"
 _TORCHAUDIO = "its processor needs torchaudio, without which no test can prove the family"
 UNREAD: dict[str, str] = {
-    **dict.fromkeys(("idefics", "mllama"), _OWN_LAYERS),
+    "idefics": "layers of their own attend to pictures, which take no places of placeholders",
     **dict.fromkeys(("fun_asr_nano", "granite_speech", "granite_speech_plus"), _TORCHAUDIO),
     **dict.fromkeys(
         ("hunyuan_vl", "paddleocr_vl"),

@@ -13,7 +13,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,14 @@ from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import head_input, transform_logits
 from lightrft.models.lora import base_model
-from lightrft.models.multimodal.merge_inputs import MergedInputs, merge_multimodal_inputs
-from lightrft.types import Prompt, Segments
+from lightrft.models.multimodal.merge_inputs import (
+    MergedInputs,
+    has_media,
+    merge_multimodal_inputs,
+    own_keywords,
+)
+from lightrft.models.multimodal.towers import ModalityEncoder, OwnForward
+from lightrft.types import Media, Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
@@ -40,7 +46,7 @@ class _Cache:
 
     ``name`` is the keyword of the model's forward that takes ``state``. ``state`` is ``None`` for a
     model without a usable cache; ``tokens [rows, length]`` are then kept instead. ``shift`` is the
-    offset from a token's index to its rotary position.
+    offset from a token's index to its rotary position. ``steps`` are keywords of each step.
     """
 
     rows: int
@@ -49,6 +55,13 @@ class _Cache:
     name: str = ""
     state: object = None
     tokens: Tensor | None = None
+    steps: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> object:
+        """Caches of one kind can be joined."""
+        shapes = {name: value.shape[1:] for name, value in self.steps.items()}
+        return self.length, self.shift, self.name, shapes
 
     def select(self, index: Sequence[int]) -> _Cache:
         """Copy the rows ``index``, each as often as it occurs."""
@@ -58,9 +71,8 @@ class _Cache:
             return tensor.index_select(0, torch.tensor(index, device=tensor.device))
 
         tokens = None if self.tokens is None else pick(self.tokens)
-        return _Cache(
-            len(index), self.length, self.shift, self.name, _mapped(pick, self.state), tokens
-        )
+        state, steps = _mapped(pick, self.state), _mapped(pick, self.steps)
+        return _Cache(len(index), self.length, self.shift, self.name, state, tokens, steps)
 
     def join(self, other: _Cache) -> _Cache:
         """Append the rows of ``other``."""
@@ -73,7 +85,9 @@ class _Cache:
         if self.tokens is not None and other.tokens is not None:
             tokens = cat(self.tokens, other.tokens)
         state = _mapped(cat, self.state, other.state)
-        return _Cache(self.rows + other.rows, self.length, self.shift, self.name, state, tokens)
+        steps = _mapped(cat, self.steps, other.steps)
+        rows = self.rows + other.rows
+        return _Cache(rows, self.length, self.shift, self.name, state, tokens, steps)
 
     def _check(self, tensor: Tensor) -> None:
         if tensor.shape[0] != self.rows:
@@ -270,9 +284,8 @@ class CachedDecodeSession:
         """Add ``block``, merged into a block of equal length if there is one, so that both run in
         one call."""
         # a step costs one model call per block
-        kind = block.cache.length, block.cache.shift, block.cache.name
         for other in self._blocks:
-            if kind == (other.cache.length, other.cache.shift, other.cache.name):
+            if block.cache.kind == other.cache.kind:
                 other.cache, other.rows = other.cache.join(block.cache), other.rows + block.rows
                 return
         self._blocks.append(block)
@@ -287,7 +300,7 @@ class CachedDecodeSession:
             prefix = {"input_ids": cache.tokens}
             logits, _ = self._call(prefix, 0, cache.length + 1, use_cache=False)
         else:
-            inputs = {"input_ids": ids, cache.name: cache.state}
+            inputs = {"input_ids": ids, cache.name: cache.state, **cache.steps}
             logits, output = self._call(inputs, cache.length + cache.shift, 1)
             cache.state = output[cache.name]
         if self.experts is not None:
@@ -300,6 +313,9 @@ class CachedDecodeSession:
         token."""
         ids = torch.tensor([entry.prompt.token_ids], device=self._device)
         runs = Segments.of_prompts([entry.prompt]).to(self._device)
+        reader = self._family.reader
+        if reader is not None and reader.own_forward is not None and has_media(runs):
+            return self._read_by_own_forward(ids, reader, reader.own_forward, runs.media)
         seen = merge_multimodal_inputs(self._model, self._family, runs, begun=[entry.begun])
         if seen is not None:
             return self._read_media(ids, seen)
@@ -341,6 +357,20 @@ class CachedDecodeSession:
             raise ModelError(f"{problem}, so it cannot sample with media")
         logits = transform_logits(head(output.last_hidden_state[:, -1]), scale, softcap)
         return _Cache(1, length, shift, "past_key_values", state), logits
+
+    def _read_by_own_forward(
+        self, ids: Tensor, reader: ModalityEncoder, own: OwnForward, media: Media
+    ) -> tuple[_Cache, Tensor]:
+        """Run ``_read`` for a prompt whose media only the model's own forward reads."""
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs |= own_keywords(self._model, reader, ids, media)
+        with head_input(self._model.get_output_embeddings(), lambda states: states[:, -1:]):
+            output = self._model(**inputs, use_cache=True)
+        steps = {name: inputs[name][:, -1:] for name in own.steps}
+        state = output.past_key_values
+        return _Cache(1, ids.shape[1], 0, "past_key_values", state, steps=steps), output.logits[
+            :, -1
+        ]
 
     def _call(
         self,

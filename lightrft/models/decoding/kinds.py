@@ -68,6 +68,9 @@ _STEP_FLOOR_FAMILIES = frozenset({"nemotron_h", "zamba2"})
 def decodes_by_plan(config: PreTrainedConfig) -> bool:
     """Return ``True`` if tests prove that a model of ``config`` decodes by an attention plan."""
     text = config.get_text_config(decoder=True)
+    reader = family_of(config).reader
+    if reader is not None and reader.own_forward is not None:
+        return False
     # A family with methods of its own merges media before the first layer, as the others do.
     types = {text.model_type} if family_of(config).own else {config.model_type, text.model_type}
     if not types <= PLAN_FAMILIES:

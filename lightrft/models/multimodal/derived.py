@@ -19,10 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from lightrft.models.multimodal.towers import (
     Features,
     ModalityEncoder,
+    OwnForward,
     Tower,
     in_dtype,
     rope_index,
@@ -67,6 +72,8 @@ class Own:
             the embeddings of placeholders are zero.
         text: Model type whose row the language model has, where it has none of its own.
         chat_template: Template that writes a prompt as the processor does, where no file has one.
+        writes_start: The processor writes the token of the beginning, which the template does too.
+        forward: How the model's own forward reads media. ``None``: features replace embeddings.
     """
 
     plain_head: bool = False
@@ -78,6 +85,8 @@ class Own:
     deep: bool = False
     text: str = ""
     chat_template: str = ""
+    writes_start: bool = False
+    forward: OwnForward | None = None
 
 
 def loader_of(model_type: str) -> str:
@@ -103,7 +112,8 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
     towers = []
     for kind in KINDS:
         token = _token_field(config, kind)
-        inputs = _inputs(kind, model_class, inner)
+        forward = {} if own.forward is None else own.forward.inputs
+        inputs = forward.get(kind) or _inputs(kind, model_class, inner)
         if token is not None and inputs:
             towers.append(_tower(kind, inputs, token, own))
     positions = rope_index if hasattr(inner, "get_rope_index") else None
@@ -115,6 +125,7 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
         alone=True,
         marks=own.marks,
         has_blanks=False,
+        own_forward=own.forward,
     )
 
 
@@ -283,3 +294,31 @@ def _flat(values: Any, seen: Tensor | None = None) -> Tensor:
     if isinstance(values, Tensor):
         return values.reshape(-1, values.shape[-1])
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in values])
+
+
+def _mllama_keywords(
+    config: PreTrainedConfig, ids: Tensor, given: dict[str, Any]
+) -> dict[str, object]:
+    """Return the tiles ``[S, pictures, tiles, ...]``, and which of them each token attends to."""
+    if "pixel_values" not in given:
+        return {}
+    rows = len(ids)
+    made = {
+        name: given[name].flatten(0, 1).unflatten(0, (rows, -1))
+        for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+    }
+    seen = made["aspect_ratio_mask"]
+    token: Any = vars(config)["image_token_index"]
+    spans = [get_cross_attention_token_mask(row, token) for row in ids.tolist()]
+    dense = convert_sparse_cross_attention_mask_to_dense(
+        spans, seen.sum(-1).tolist(), seen.shape[-1], ids.shape[1]
+    )
+    return {**made, "cross_attention_mask": torch.as_tensor(dense, device=ids.device)}
+
+
+MLLAMA = OwnForward(
+    {"image": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")},
+    _mllama_keywords,
+    ("cross_attention_mask",),
+)
+"""Layers of their own attend to the tiles of the pictures before a token."""

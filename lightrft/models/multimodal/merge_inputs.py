@@ -161,6 +161,11 @@ def _per_layer(model: PreTrainedModel, ids: Tensor, is_media: Tensor) -> dict[st
     return {"per_layer_inputs": decoder.get_per_layer_inputs(ids)}
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Return ``True`` for a parameter of which this process has a part, by FSDP or DeepSpeed."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+
+
 def _expert_tokens(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor | None:
     """Return the tokens that go to the experts of media, or ``None`` for a model without such."""
     if _EXPERT_TYPES not in inspect.signature(model.forward).parameters:
@@ -273,7 +278,7 @@ def _run_towers(
     features: dict[str, Features] = {}
     idle: list[Tensor] = []
     if every_tower and not reader.has_blanks:
-        idle.append(_zero_of_parameters(model, reader))
+        idle.append(zero_of_parameters(model, reader))
         every_tower = False
     for tower in reader.towers:
         if inputs := given(tower, media):
@@ -385,21 +390,24 @@ _MEDIA_EXPERTS = (".vision_moe.", ".moe_statics.")
 """Parts of the names of parameters of experts that text alone gives no gradient."""
 
 
-def _zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor:
+def zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor:
     """Return 0, computed from every trained parameter that text alone does not reach.
 
-    Each gets a gradient then: those of the towers, and those of experts of media.
+    Each gets a gradient then: those of the towers, those of experts of media, and all of a model
+    whose own forward reads media, since it may leave out layers.
 
     Raises ``ModelError`` if the parameters are sharded, since each process must then run the
     towers.
     """
     prefixes = tuple(prefix for part in reader.parts.values() for prefix in part)
+    any_name = reader.own_forward is not None
     zero = torch.zeros((), device=model.device)
     for name, parameter in model.named_parameters():
         of_tower = name.startswith(prefixes)
-        if not parameter.requires_grad or not (of_tower or any(x in name for x in _MEDIA_EXPERTS)):
+        is_left_out = of_tower or any_name or any(x in name for x in _MEDIA_EXPERTS)
+        if not parameter.requires_grad or not is_left_out:
             continue
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+        if is_sharded(parameter):
             kind = model.config.model_type
             if not of_tower:
                 raise ModelError(
@@ -571,10 +579,9 @@ def own_inputs(
         return packed.inputs
     if reader is None:
         raise ModelError(f"model type {model.config.model_type!r} cannot read media")
-    needed = torch.unique(packed.gather // packed.input_ids.shape[1])
-    # the layout leaves out rows without response tokens
-    rows = [b for b, n in enumerate(batch.lengths.tolist()) if n]
-    assert len(rows) == len(needed)
+    # without ``final``, the layout leaves out rows without response tokens
+    rows = [b for b, n in enumerate(batch.lengths.tolist()) if n or packed.final is not None]
+    assert len(rows) == len(packed.input_ids)
     index = torch.tensor(rows, device=batch.prompt_of.device)
     whole = _joined(batch.prompts.select(batch.prompt_of[index]), batch.responses.select(index))
     source = packed.source.view(packed.input_ids.shape)
@@ -587,6 +594,24 @@ def own_inputs(
         # 0 for the prompt, 1 for the response
         made["token_type_ids"] = (source >= len(batch.prompts.tokens)).long()
     return made
+
+
+def rows_by_prompt(batch: Batch, final: bool) -> list[Tensor]:
+    """Return the responses of each prompt, whose media have one shape.
+
+    Responses with media of their own are alone.
+
+    Args:
+        batch: Prompts and responses.
+        final: Keep responses without tokens, whose last state is read too.
+    """
+    media = batch.responses.media.values()
+    found: dict[tuple[int, int], list[int]] = {}
+    for b, (prompt, tokens) in enumerate(zip(batch.groups, batch.responses.sizes)):
+        if tokens or final:
+            is_rich = any(int(rows.lengths[b]) for rows in media)
+            found.setdefault((prompt, b if is_rich else -1), []).append(b)
+    return [torch.tensor(rows, device=batch.prompt_of.device) for rows in found.values()]
 
 
 def own_keywords(
@@ -614,4 +639,6 @@ def own_keywords(
     accepted = set(inspect.signature(model.forward).parameters)
     names = {"mm_token_type_ids", "token_type_ids"} & accepted
     made |= _expert_types(_expert_tokens(model, reader), ids)
+    if reader.own_forward is not None:
+        made |= reader.own_forward.keywords(model.config, ids, made)
     return made | dict.fromkeys(names, types)

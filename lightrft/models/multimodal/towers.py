@@ -135,6 +135,27 @@ Positions = Callable[[PreTrainedModel, Tensor, Tensor, Tensor, dict[str, Tensor]
 P, L]``."""
 
 
+Keywords = Callable[[PreTrainedConfig, Tensor, dict[str, Any]], dict[str, object]]
+"""Maps ``(config of the model, ids [S, T], keywords)`` to keywords that replace or extend these."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnForward:
+    """Media that only the model's own forward reads, since no features replace embeddings.
+
+    Rows are padded then, and the towers run for each response.
+
+    Attributes:
+        inputs: Names of the media of each kind.
+        keywords: Maps media to keywords of the forward.
+        steps: Keywords whose last place each step of decoding gets.
+    """
+
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keywords: Keywords = lambda config, ids, given: {}
+    steps: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ModalityEncoder:
     """The towers and input rules of a multimodal family.
@@ -152,6 +173,7 @@ class ModalityEncoder:
         marks: Config fields with the ids of tokens that the model's own forward counts as media.
         has_blanks: Its towers have a ``blank``. Otherwise parameters that a process does not use
             get zero gradients by themselves, which sharded parameters do not allow.
+        own_forward: The model's own forward reads the media. ``None``: features replace embeddings.
     """
 
     towers: tuple[Tower, ...]
@@ -162,6 +184,7 @@ class ModalityEncoder:
     unread: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     has_blanks: bool = True
+    own_forward: OwnForward | None = None
 
 
 def _joined(values: Tensor | Sequence[Tensor]) -> Tensor:

@@ -140,6 +140,8 @@ def _load(
         changes["prepare_inputs_layout"] = ProcessorMixin.prepare_inputs_layout
     lenient: Any = type(known.__name__, (known,), changes)
     processor = lenient.from_args_and_dict(given, fields)
+    if own is not None and own.writes_start:
+        processor.bos_token = ""
     if name in _CLIP_FRAMES:
         own = fields.get("video_processor") or json.loads(files.get(PROCESSOR_FILES[1], "{}"))
         processor.video_processor = _Frames(own)
@@ -336,7 +338,7 @@ def _around(tokenizer: Any, kind: str, written: str) -> tuple[str, str]:
 
 _TEXT = (
     *("labels", "input_ids", "attention_mask", "token_type_ids"),
-    *("mm_token_type_ids", "moe_mm_token_type_ids"),
+    *("mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask"),
 )
 
 

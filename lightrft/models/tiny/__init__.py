@@ -82,6 +82,9 @@ def tiny_media_model(
             # A zero projector would hide the picture.
             if parameter.ndim > 1 and not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.1)
+            # A closed gate would hide what is behind it.
+            if parameter.numel() == 1 and not parameter.any():
+                torch.nn.init.constant_(parameter, 0.5)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 3
     return model.to(dtype).eval()
 

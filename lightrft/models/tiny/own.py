@@ -64,6 +64,7 @@ class _Row:
         processor: Settings of the processor.
         ids: Config fields with the id of a token of ``tokens``, or with those of several.
         like: Family whose processor is used. Empty for its own.
+        named: Tokens of every tiny tokenizer that an attribute names too.
     """
 
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
@@ -79,6 +80,7 @@ class _Row:
     processor: Fields = field(default_factory=dict)
     ids: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     like: str = ""
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
 _CLIP: Fields = {"patch_size": 4, "vision_feature_select_strategy": "default"}
@@ -399,6 +401,43 @@ _ROWS: dict[str, _Row] = {
         processor=_LLAVA,
         config={"image_grid_pinpoints": _GRIDS},
     ),
+    "mllama": _Row(
+        {"image_token": "<|image|>"},
+        "<|image|>",
+        # The processor writes it where the template does not.
+        named={"bos_token": "<|im_start|>"},
+        text={
+            "bos_token_id": 2,
+            "cross_attention_layers": [1],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            },
+        },
+        picture={**_SQUARE, "max_image_tiles": 4},
+        vision={
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "max_num_tiles": 4,
+            "intermediate_layers_indices": [0, 1],
+            "vision_output_dim": 96,
+            "supported_aspect_ratios": [
+                [1, 1],
+                [1, 2],
+                [1, 3],
+                [1, 4],
+                [2, 1],
+                [2, 2],
+                [3, 1],
+                [4, 1],
+            ],
+        },
+    ),
     "minicpmv4_6": replace(_MINICPM, ids={}),
     "minicpmv4_7": _MINICPM,
     "mistral3": _Row(
@@ -573,7 +612,7 @@ FAMILIES: dict[str, Tiny] = {
         },
         _config(name, row),
         _processor(name, row),
-        dict(row.tokens),
+        {**row.tokens, **row.named},
     )
     for name, row in _ROWS.items()
     if name in CONFIG_MAPPING

@@ -171,6 +171,11 @@ def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(
     assert sum(first.values()) >= 1
     if KVDecoder(r.actor.base).by_plan:
         assert all(calls == first for calls in once.values())
+    elif r.actor.family.reader.own_forward is not None:
+        assert once["drawing", 8] == first
+        # It gets the media of each response while they are scored.
+        scored = {volume(once[layout, 1]) for layout in ("prefix_shared", "packed", "padded")}
+        assert scored == {volume(first)}
     else:  # prompt by prompt while the responses are generated, all at once where they are scored
         assert once["drawing", 8] == first
         assert {volume(calls) for calls in once.values()} == {volume(first)}

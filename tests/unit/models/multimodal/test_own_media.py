@@ -97,6 +97,10 @@ def test_ids_and_log_probs_are_those_of_the_familys_processor_and_forward(family
     )
     assert prompt.token_ids == made["input_ids"][0].tolist()
     media = {name: value for name, value in made.items() if name not in _TEXT}
+    if "cross_attention_mask" in made:
+        # As ``generate`` does, an answer attends to the pictures of the last token before it.
+        seen = made["cross_attention_mask"]
+        media["cross_attention_mask"] = torch.cat([seen, seen[:, -1:].expand(-1, 3, -1, -1)], 1)
     media = in_dtype(media, tuple(media), r.actor.base.dtype)  # Llama 4's processor writes bfloat16
     check_scores(r, prompt, media)
 
