@@ -277,14 +277,16 @@ class Backbone(nn.Module):
         """Return ``compute`` by the model's own forward, with one call for each prompt.
 
         Raises ``ModelError`` if ranks shard weights, since they would make unequal numbers of
-        calls, or for the loss of routers.
+        calls.
         """
-        reader, kind = self.family.reader, self.base.config.model_type
-        assert reader is not None
-        if self.router_loss is not None:
-            raise ModelError(f"model type {kind!r}: {_OWN_CALLS}; set model.router_aux_loss_coef=0")
+        reader = self.family.reader
+        # no such family has experts
+        assert reader is not None and self.router_loss is None
         if any(is_sharded(parameter) for parameter in self.parameters()):
-            raise ModelError(f"model type {kind!r}: {_OWN_CALLS}; set strategy.kind=ddp")
+            raise ModelError(
+                f"model type {self.base.config.model_type!r}: its own forward reads media, in one "
+                "call for each prompt of a rank; set strategy.kind=ddp"
+            )
         packed = pack(batch, "padded", final=final)
         if self.flops is not None and torch.is_grad_enabled():
             self.flops.add(packed)
@@ -743,9 +745,6 @@ class Actor(Backbone):
             logits = self.base(**inputs, use_cache=False).logits[0]
         logprobs = logits.to(wide(logits.dtype)).log_softmax(-1)
         return logprobs.gather(1, targets[:, None])[:, 0]
-
-
-_OWN_CALLS = "its own forward reads media, in one call for each prompt of a rank"
 
 
 def _rows_of_their_own(ranks: ModelParallelGroup) -> ModelError:

@@ -161,6 +161,7 @@ _OWN_MEDIA = {
     "minicpmv4_7": _OWN,
     "mistral3": _OWN,
     "moss_transcribe_diarize": _OWN,
+    "musicflamingo": derived.Own(forward=derived.SOUNDS),
     "ovis2": derived.Own(featured="visual_indicator_token_ids"),
     "perception_lm": _OWN,
     "paligemma": derived.Own(prefix=True, chat_template=_PALIGEMMA),
@@ -292,7 +293,6 @@ UNREAD: dict[str, str] = {
         "features are added to placeholders, and the tokens of all pictures of a prompt attend to "
         "each other"
     ),
-    "musicflamingo": "the times of its features are computed from the token ids of a prompt",
     "phi4_multimodal": "its model has no method that computes features",
     "qwen3_omni_moe_thinker": "its positions of sounds and clips together are not read",
     "qwen4_exp": "its embeddings of n-grams are computed from token ids, which placeholders replace",
@@ -376,6 +376,8 @@ def _with_reader(model_type: str, text: str, *, near: bool = False) -> Family:
     if near:
         reader = replace(reader, both_ways="windowed media")
     of_text = FAMILIES.get(row.own.text or text, _UNPROVED)
+    if reader.own_forward is not None:
+        of_text = replace(of_text, layout="padded")
     if row.own.plain_head:
         of_text = replace(of_text, multiplier=None, divisor=None)
     return replace(

@@ -316,6 +316,9 @@ def _mllama_keywords(
     return {**made, "cross_attention_mask": torch.as_tensor(dense, device=ids.device)}
 
 
+SOUNDS = OwnForward({"audio": ("input_features", "input_features_mask")})
+"""Features of sounds depend on the token ids of the prompt."""
+
 MLLAMA = OwnForward(
     {"image": ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")},
     _mllama_keywords,

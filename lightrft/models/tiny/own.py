@@ -266,6 +266,17 @@ _ROWS: dict[str, _Row] = {
         picture={"chunk_length": 2},
         vision={"num_mel_bins": 16, "max_source_positions": 100},
     ),
+    "musicflamingo": _Row(
+        {
+            "audio_token": "<sound>",
+            "audio_bos_token": "<|sound_bos|>",
+            "audio_eos_token": "<|sound_eos|>",
+        },
+        "",
+        sound="<sound>",
+        picture={"chunk_length": 2},
+        vision={"num_mel_bins": 16, "max_source_positions": 100},
+    ),
     "glmasr": _Row(
         {"audio_token": "<|pad|>"},
         "",

@@ -379,3 +379,10 @@ def test_towers_with_sharded_weights_are_refused_where_a_process_may_have_no_pic
     monkeypatch.setattr("lightrft.models.multimodal.merge_inputs.DTensor", torch.nn.Parameter)
     with pytest.raises(ModelError, match=r"sharded weights in several processes.*model\.freeze"):
         r.actor.score(batch)
+
+
+def test_ranks_that_shard_weights_are_refused_where_the_models_own_forward_reads_media(tmp_path):
+    r = rig("mllama", tmp_path)
+    next(r.actor.parameters()).ds_id = 0
+    with pytest.raises(ModelError, match=r"'mllama': its own forward reads.*strategy\.kind=ddp"):
+        r.actor.score(mixed_batch(mixed_prompts(r)))
