@@ -1,6 +1,6 @@
 # lightrft in a container, for a CPU or, with --build-arg BACKEND=cu130, for NVIDIA GPUs:
 #   docker build -t lightrft .
-#   docker run --rm -v "$PWD/runs:/work/runs" lightrft demo
+#   docker run --rm -v "$PWD/runs:/data/runs" lightrft demo
 FROM python:3.11-slim
 
 # A backend of PyTorch, as uv names it: cpu, or a version of CUDA.
@@ -23,9 +23,9 @@ RUN python -m venv /venv \
         -c constraints.txt ".[$EXTRAS]" \
     && rm -rf /src/*
 
-RUN useradd --create-home --uid 1000 user && mkdir /work && chown user /work
+RUN useradd --create-home --uid 1000 user && mkdir /data && chown user /data
 USER 1000
-WORKDIR /work
+WORKDIR /data
 ENV PATH=/venv/bin:$PATH
 ENTRYPOINT ["lightrft"]
 CMD ["--help"]

@@ -36,12 +36,10 @@ from lightrft.models.lora import adapter_dropout, base_model, check_frozen, is_a
 from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
-    is_sharded,
     merge_multimodal_inputs,
     own_inputs,
-    rows_by_prompt,
-    zero_of_parameters,
 )
+from lightrft.models.multimodal.own_forward import states_by_own_forward
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.models.reward.saved_form import holds_heads
 from lightrft.models.router_loss import RouterLoss, counts_of_tokens, report_unread
@@ -248,9 +246,8 @@ class Backbone(nn.Module):
                 prompt before its last token are 0 or wrong.
         """
         batch = batch.to(self.device)
-        reader = self.family.reader
-        if reader is not None and reader.own_forward is not None:
-            return self._by_own_forward(batch, final)
+        if self.family.own_forward is not None:
+            return states_by_own_forward(self, batch, final)
         seen = merge_multimodal_inputs(
             self.base,
             self.family,
@@ -272,54 +269,6 @@ class Backbone(nn.Module):
         if self.flops is not None and torch.is_grad_enabled():
             self.flops.add(packed)
         return self.states(packed, seen).flatten(0, 1), packed
-
-    def _by_own_forward(self, batch: Batch, final: bool) -> tuple[Tensor, Packed]:
-        """Return ``compute`` by the model's own forward, with one call for each prompt.
-
-        Raises ``ModelError`` if ranks shard weights, since they would make unequal numbers of
-        calls.
-        """
-        reader = self.family.reader
-        # no such family has experts
-        assert reader is not None and self.router_loss is None
-        if any(is_sharded(parameter) for parameter in self.parameters()):
-            raise ModelError(
-                f"model type {self.base.config.model_type!r}: its own forward reads media, in one "
-                "call for each prompt of a rank; set strategy.kind=ddp"
-            )
-        packed = pack(batch, "padded", final=final)
-        if self.flops is not None and torch.is_grad_enabled():
-            self.flops.add(packed)
-        self.use_attention("padded")
-        rows = rows_by_prompt(batch, final)
-        calls = [self._own_states(batch.select(index), final) for index in rows]
-        if not calls:
-            return self.decoder(**packed.inputs, use_cache=False).last_hidden_state[0], packed
-        width = packed.input_ids.shape[1]
-        padded = [nn.functional.pad(own, (0, 0, 0, width - own.shape[1])) for own in calls]
-        states = torch.cat(padded)[torch.cat(rows).argsort()]
-        if self.run_towers:
-            states = states + zero_of_parameters(self.base, reader)
-        return states.flatten(0, 1), packed
-
-    def _own_states(self, batch: Batch, final: bool) -> Tensor:
-        """Return the last hidden states ``[S, T, H]`` of the model's own forward."""
-        packed = pack(batch, "padded", final=final)
-        taken: list[Tensor] = []
-
-        def take(states: Tensor) -> Tensor:
-            taken.append(states)
-            return states[:, -1:]
-
-        if self.experts is not None:
-            self.experts.replay(packed.experts_of(packed.source))
-        inputs = own_inputs(self.base, self.family, batch, packed)
-        with (
-            noisy_embeddings(self.base, packed.noise, packed.source),
-            head_input(self.base.get_output_embeddings(), take),
-        ):
-            self.base(**inputs, use_cache=False)
-        return taken[0]
 
     def read_at(self, states: Tensor, packed: Packed, places: Tensor) -> HiddenStates:
         """Return the states at ``places`` of the call ``packed``.
@@ -408,10 +357,8 @@ class Backbone(nn.Module):
             return False
         # ranks must agree on the gradients that they reduce, whichever of them has media
         trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-        reader = self.family.reader
-        if reader is not None and reader.own_forward is not None:
-            return bool(trained)
-        return any(self.part_of(name) != LANGUAGE for name in trained)
+        own = self.family.own_forward is not None
+        return any(own or self.part_of(name) != LANGUAGE for name in trained)
 
     @run_towers.setter
     def run_towers(self, always: bool | None) -> None:
@@ -630,10 +577,7 @@ class Actor(Backbone):
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return all logits ``[..., V]`` of ``states [..., H]`` at once.
-
-        It serves callers that need the full matrix.
-        """
+        """Return all logits ``[..., V]`` of ``states [..., H]`` at once."""
         softcap, scale = head_transform(self.base.config, self.family)
         return transform_logits(self.base.get_output_embeddings()(states), scale, softcap)
 

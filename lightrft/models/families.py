@@ -61,6 +61,12 @@ class Family:
         return self.reader is not None or self.own is not None
 
     @property
+    def own_forward(self) -> towers.OwnForward | None:
+        """Rules by which the model's own forward reads media. ``None``: features replace
+        embeddings."""
+        return None if self.reader is None else self.reader.own_forward
+
+    @property
     def loaded_attention(self) -> str | None:
         """The implementation to load a model with. ``None`` leaves the choice to transformers,
         since not every tower supports the usual one."""

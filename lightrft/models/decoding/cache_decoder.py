@@ -32,7 +32,7 @@ from lightrft.models.multimodal.merge_inputs import (
     merge_multimodal_inputs,
     own_keywords,
 )
-from lightrft.models.multimodal.towers import ModalityEncoder, OwnForward
+from lightrft.models.multimodal.towers import OwnForward
 from lightrft.types import Media, Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
@@ -313,9 +313,9 @@ class CachedDecodeSession:
         token."""
         ids = torch.tensor([entry.prompt.token_ids], device=self._device)
         runs = Segments.of_prompts([entry.prompt]).to(self._device)
-        reader = self._family.reader
-        if reader is not None and reader.own_forward is not None and has_media(runs):
-            return self._read_by_own_forward(ids, reader, reader.own_forward, runs.media)
+        own = self._family.own_forward
+        if own is not None and has_media(runs):
+            return self._read_by_own_forward(ids, own, runs.media)
         seen = merge_multimodal_inputs(self._model, self._family, runs, begun=[entry.begun])
         if seen is not None:
             return self._read_media(ids, seen)
@@ -359,10 +359,12 @@ class CachedDecodeSession:
         return _Cache(1, length, shift, "past_key_values", state), logits
 
     def _read_by_own_forward(
-        self, ids: Tensor, reader: ModalityEncoder, own: OwnForward, media: Media
+        self, ids: Tensor, own: OwnForward, media: Media
     ) -> tuple[_Cache, Tensor]:
         """Run ``_read`` for a prompt whose media only the model's own forward reads."""
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        reader = self._family.reader
+        assert reader is not None
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         inputs |= own_keywords(self._model, reader, ids, media)
         with head_input(self._model.get_output_embeddings(), lambda states: states[:, -1:]):
             output = self._model(**inputs, use_cache=True)

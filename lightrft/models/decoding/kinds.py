@@ -68,11 +68,11 @@ _STEP_FLOOR_FAMILIES = frozenset({"nemotron_h", "zamba2"})
 def decodes_by_plan(config: PreTrainedConfig) -> bool:
     """Return ``True`` if tests prove that a model of ``config`` decodes by an attention plan."""
     text = config.get_text_config(decoder=True)
-    reader = family_of(config).reader
-    if reader is not None and reader.own_forward is not None:
+    family = family_of(config)
+    if family.own_forward is not None:
         return False
     # A family with methods of its own merges media before the first layer, as the others do.
-    types = {text.model_type} if family_of(config).own else {config.model_type, text.model_type}
+    types = {text.model_type} if family.own else {config.model_type, text.model_type}
     if not types <= PLAN_FAMILIES:
         return False
     return set(text.to_dict().get("layer_types") or ()) <= PLAN_LAYERS

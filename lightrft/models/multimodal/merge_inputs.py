@@ -393,8 +393,8 @@ _MEDIA_EXPERTS = (".vision_moe.", ".moe_statics.")
 def zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor:
     """Return 0, computed from every trained parameter that text alone does not reach.
 
-    Each gets a gradient then: those of the towers, those of experts of media, and all of a model
-    whose own forward reads media, since it may leave out layers.
+    Each gets a gradient then: those of the towers, those of experts of media, and all where the
+    model's forward reads media, since it may leave out layers.
 
     Raises ``ModelError`` if the parameters are sharded, since each process must then run the
     towers.
@@ -594,24 +594,6 @@ def own_inputs(
         # 0 for the prompt, 1 for the response
         made["token_type_ids"] = (source >= len(batch.prompts.tokens)).long()
     return made
-
-
-def rows_by_prompt(batch: Batch, final: bool) -> list[Tensor]:
-    """Return the responses of each prompt, whose media have one shape.
-
-    Responses with media of their own are alone.
-
-    Args:
-        batch: Prompts and responses.
-        final: Keep responses without tokens, whose last state is read too.
-    """
-    media = batch.responses.media.values()
-    found: dict[tuple[int, int], list[int]] = {}
-    for b, (prompt, tokens) in enumerate(zip(batch.groups, batch.responses.sizes)):
-        if tokens or final:
-            is_rich = any(int(rows.lengths[b]) for rows in media)
-            found.setdefault((prompt, b if is_rich else -1), []).append(b)
-    return [torch.tensor(rows, device=batch.prompt_of.device) for rows in found.values()]
 
 
 def own_keywords(

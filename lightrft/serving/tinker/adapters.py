@@ -90,7 +90,7 @@ class Trained:
 
 
 @dataclass(slots=True, eq=False)
-class Samples:
+class SamplingJob:
     """Responses that a request asks for.
 
     Attributes:
@@ -107,7 +107,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The responses to ``Samples``, and what it asks about their tokens.
+    """The responses to ``SamplingJob``, and what it asks about their tokens.
 
     Attributes:
         rollouts: The responses.
@@ -350,6 +350,11 @@ class Adapters:
     def load(self, trained: Trained, folder: Path, *, optimizer: bool) -> None:
         """Take the weights of a checkpoint, and the state of its optimizer or a new one.
 
+        Args:
+            trained: The client's adapters.
+            folder: The checkpoint.
+            optimizer: Take the state of its optimizer.
+
         Raises:
             CheckpointError: The checkpoint does not fit, or has no state of an optimizer.
         """
@@ -368,7 +373,7 @@ class Adapters:
             trained.optimizer.load_state_dict(state)
 
     def sample(
-        self, snapshot: Snapshot | None, sampling: SamplingConfig, jobs: Sequence[Samples]
+        self, snapshot: Snapshot | None, sampling: SamplingConfig, jobs: Sequence[SamplingJob]
     ) -> list[Sampled]:
         """Return the responses of ``jobs``, which are generated together.
 

@@ -25,7 +25,7 @@ from lightrft.serving.server_metrics import ServerMetrics
 from lightrft.serving.tinker.adapters import (
     Adapters,
     AdapterShape,
-    Samples,
+    SamplingJob,
     Snapshot,
     Trained,
     checkpoint_info,
@@ -83,7 +83,7 @@ class TrainingClient:
 
 
 @dataclass(slots=True, eq=False)
-class Sampler:
+class SamplingClient:
     """Weights to sample from: those of a snapshot, or of a checkpoint, or of the base model.
 
     Attributes:
@@ -101,9 +101,9 @@ class Sampler:
 class SampleJob:
     """A request for samples, with its fields."""
 
-    sampler: Sampler
+    sampler: SamplingClient
     sampling: SamplingConfig
-    samples: Samples
+    samples: SamplingJob
     body: Mapping[str, Any]
 
 
@@ -138,8 +138,8 @@ class TinkerService:
         )
         self._sessions: dict[str, Session] = {}
         self._clients: dict[str, TrainingClient] = {}
-        self._samplers: dict[str, Sampler] = {}
-        self._kept: deque[Sampler] = deque()
+        self._samplers: dict[str, SamplingClient] = {}
+        self._kept: deque[SamplingClient] = deque()
         self._results: dict[str, Future[Any]] = {}
         self._fetched: OrderedDict[str, None] = OrderedDict()
 
@@ -328,7 +328,7 @@ class TinkerService:
         id = f"{session}:sample:{body['sampling_session_seq_id']}"
 
         def save() -> object:
-            self._add_sampler(id, Sampler(snapshot=self.adapters.snapshot(trained)))
+            self._add_sampler(id, SamplingClient(snapshot=self.adapters.snapshot(trained)))
             return {"sampling_session_id": id}
 
         return self._in_order(body, save)
@@ -399,13 +399,13 @@ class TinkerService:
         if base is not None:
             self._check_base(base)
         if path is None:
-            self._samplers[id] = Sampler(is_base=True)
+            self._samplers[id] = SamplingClient(is_base=True)
         else:
             found = await asyncio.to_thread(self.adapters.read, self._folder(path))
-            self._add_sampler(id, Sampler(path, found))
+            self._add_sampler(id, SamplingClient(path, found))
         return {"sampling_session_id": id}
 
-    def _add_sampler(self, id: str, sampler: Sampler) -> None:
+    def _add_sampler(self, id: str, sampler: SamplingClient) -> None:
         self._samplers[id] = sampler
         self._kept.append(sampler)
         while len(self._kept) > KEPT_SNAPSHOTS:
@@ -430,7 +430,7 @@ class TinkerService:
         found = self._queue(name, job, (id(sampler), sampling))
         return {**found, "sample_sequence_ids": sequences}
 
-    def _weights(self, sampler: Sampler) -> Snapshot | None:
+    def _weights(self, sampler: SamplingClient) -> Snapshot | None:
         """Return the weights of a sampler, which are read again if they are not in memory."""
         if sampler.is_base or sampler.snapshot is not None:
             return sampler.snapshot
@@ -522,7 +522,7 @@ class TinkerService:
             )
         return self._clients[id]
 
-    def _sampler(self, id: str) -> Sampler:
+    def _sampler(self, id: str) -> SamplingClient:
         if id not in self._samplers:
             raise HTTPProblem(
                 404,

@@ -26,7 +26,7 @@ from lightrft.serving.field_table import (
     object_of,
 )
 from lightrft.serving.problems import HTTPProblem, bad
-from lightrft.serving.tinker.adapters import Sampled, Samples
+from lightrft.serving.tinker.adapters import Sampled, SamplingJob
 from lightrft.serving.tinker.protobuf import encode
 from lightrft.serving.tinker.training_data import FLOAT32
 from lightrft.types import Prompt, Request
@@ -178,7 +178,7 @@ def adam_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
 
 def read_samples(
     body: Mapping[str, Any], vocabulary: int, room: int
-) -> tuple[Samples, SamplingConfig]:
+) -> tuple[SamplingJob, SamplingConfig]:
     """Return what a request for samples asks for, and the settings that it shares with others.
 
     Args:
@@ -243,7 +243,7 @@ def read_samples(
             f"prompt_logprobs_last_n = {last}: it needs prompt_logprobs, and must be from 1 to the "
             f"number of prompt tokens without the first, {len(tokens) - 1}"
         )
-    return Samples(requests, likely if shown else None, numbers[1]), sampling
+    return SamplingJob(requests, likely if shown else None, numbers[1]), sampling
 
 
 def samples_answer(body: Mapping[str, Any], found: Sampled) -> bytes:

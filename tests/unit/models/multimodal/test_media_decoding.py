@@ -171,7 +171,7 @@ def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(
     assert sum(first.values()) >= 1
     if KVDecoder(r.actor.base).by_plan:
         assert all(calls == first for calls in once.values())
-    elif r.actor.family.reader.own_forward is not None:
+    elif r.actor.family.own_forward is not None:
         assert once["drawing", 8] == first
         # It gets the media of each response while they are scored.
         scored = {volume(once[layout, 1]) for layout in ("prefix_shared", "packed", "padded")}

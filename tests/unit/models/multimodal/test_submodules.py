@@ -121,7 +121,7 @@ def test_features_depend_on_no_parameter_of_the_language_model(made):
     r, batch = made
     actor = load(r, freeze=("tower", "projector"))
     assert has_constant_towers(actor)
-    if r.actor.family.reader.own_forward is not None:
+    if r.actor.family.own_forward is not None:
         return  # It has no features apart from its forward.
     assert not has_constant_towers(load(r, freeze=("tower",)))
     features = []
