@@ -278,7 +278,7 @@ class MessageFit:
                 chosen[field], as_text = written[0], as_text or written[1]
                 if written[0]:
                     continue
-                if field in ("content", "tool_calls", *_REASONING):
+                if field in ("content", "refusal", "tool_calls", *_REASONING):
                     others = [name for name in fields if name not in (field, "tool_call_id")]
                     beside = f" with {', '.join(others)}" if others else ""
                     lost = f"the chat template does not write {field!r} of role {role!r}{beside}"

@@ -69,14 +69,13 @@ def unrecorded(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def has_content(value: object) -> bool:
-    """Return True for text, lists and media that are not empty."""
+    """Return True for text, lists and media that are not empty, and tables with such values."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, list | tuple):
         return any(item is not None and item != "" for item in value[:8])
     if isinstance(value, Mapping):
-        # the struct of ``datasets`` for an image or a sound
-        return any(value.get(name) is not None for name in ("bytes", "path")) or is_raw(value)
+        return any(map(has_content, value.values()))
     return is_raw(value)
 
 

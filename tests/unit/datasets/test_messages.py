@@ -200,6 +200,14 @@ def test_content_beside_calls_that_a_template_drops_is_refused():
         shown([said("user", "Q"), said("assistant", "", tool_calls=[CALL])], "gemma")
 
 
+def test_a_refusal_that_a_template_does_not_write_is_no_empty_response():
+    talk = [said("user", "Q"), said("assistant", None, refusal="SECRET")]
+    with pytest.raises(MalformedRow, match="does not write 'refusal' of role 'assistant'"):
+        shown(talk, "qwen2.5")
+    answered = [said("user", "Q"), said("assistant", "A", refusal=None)]
+    assert "A" in shown(answered, "qwen2.5")
+
+
 def test_other_fields_that_a_template_does_not_write_are_told_once(caplog):
     encoder = ChatEncoder(DataConfig(), PUBLISHED["qwen2.5"].tokenizer())
     record = read_conversation([said("user", "Q", name="SECRET")] * 2, "row 1")

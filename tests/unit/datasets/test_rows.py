@@ -188,12 +188,14 @@ def test_each_column_that_nothing_reads_is_counted_once_for_each_source(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
-        {"prompt": "1+1?", "response": "2", "note": "easy", "level": 3, "tags": ["a"]},
+        {"prompt": "1+1?", "response": "2", "note": "easy", "level": 3, "tags": ["a"], "about": {}},
         {"prompt": "1+1?", "response": "2", "note": "", "tags": [], "picture": {"path": "a.png"}},
+        {"prompt": "1+1?", "response": "2", "about": {"source": {"name": "x", "year": 1}}},
+        {"prompt": "1+1?", "response": "2", "counts": {"a": 1, "b": None, "c": {"d": 2.5}}},
     ]
     found = examples(tmp_path, *rows)
     (columns,) = found.unread.values()
-    assert columns == {"note": 1, "tags": 1, "picture": 1}
+    assert columns == {"note": 1, "tags": 1, "picture": 1, "about": 1}
     check_rows(found, "data.sources")
     (line,) = [r.getMessage() for r in caplog.records if "read by nothing" in r.getMessage()]
     assert "data.sources" in line and "note (1 row)" in line
