@@ -61,7 +61,10 @@ def plain(value: Any, folder: Path, key: str = "") -> Any:
         return [plain(each, folder, f"{key}.{k}") for k, each in enumerate(value)]
     if callable(getattr(value, "save_pretrained", None)):  # a tokenizer or a processor
         return str(_saved(value, folder, "tokenizer"))
-    if callable(value) and not isinstance(value, type):
+    if isinstance(value, type):
+        name = value.__name__
+        raise ConfigError(f"{key}: {name} is a class; give an object of it, such as {name}()")
+    if callable(value):
         # Here, since it imports what only a program with functions needs.
         from lightrft.rewards.program_function import Here
 

@@ -261,7 +261,7 @@ OWN_SEEDS = {
     "lightrft/datasets/digits.py",
     *("lightrft/datasets/synthetic/arithmetic.py", "lightrft/datasets/synthetic/utility.py"),
     *(
-        "lightrft/models/tiny/__init__.py",
+        "lightrft/models/tiny/media.py",
         "lightrft/models/tiny/text.py",
         "lightrft/models/tiny/text_families.py",
     ),

@@ -210,3 +210,10 @@ def test_a_setting_that_a_verb_has_itself_is_not_taken_for_a_short_name(tmp_path
         read(SFTConfig, ("gpt2",), {})
     with pytest.raises(ConfigError, match="neither a YAML file nor settings"):
         read(SFTConfig, (3,), {})  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize("kind", [Path, dict, np.float32])
+def test_a_class_in_place_of_a_function_is_named_with_the_way_out(kind, tmp_path):
+    said = rf"reward\.terms\.0: {kind.__name__} is a class; give an object of it"
+    with pytest.raises(ConfigError, match=said):
+        plain([kind], tmp_path, "reward.terms")
