@@ -55,7 +55,7 @@ class Shown(verbs.RLConfig):
     """The settings of `lightrft rl`, or else of another verb, and the branch `show`."""
 
     show: ShowConfig = ShowConfig()
-    """The rows to print."""
+    """The rows to show, and the page."""
 
 
 VERBS: dict[str, type[Settings]] = {
@@ -85,6 +85,8 @@ VERBS: dict[str, type[Settings]] = {
     "data": Shown,
     "demo": demo.DemoConfig,
 }
+RESULTS = {"data": "ShownData"}
+"""Classes of the results of functions that do not train."""
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
 WIDTH = 100
 """Longest line of prose."""
@@ -133,6 +135,7 @@ def python_stub() -> str:
         "",
         "from lightrft.api.policy import Policy as Policy",
         "from lightrft.api.run import Run as Run",
+        "from lightrft.api.shown_data import ShownData",
         "from lightrft.rewards.program_function import here as here",
         *imports,
         "",
@@ -148,7 +151,7 @@ def python_stub() -> str:
 
 def _signature(name: str, cls: type[Settings]) -> str:
     """Return the signature of the function ``name`` with the settings ``cls``, and its docstring."""
-    result = "Run" if name == "grm" or name in TRAINED else "Any"
+    result = "Run" if name == "grm" or name in TRAINED else RESULTS.get(name, "Any")
     first = ['method: Literal["sft", "rl", "dpo"]'] if name == "grm" else []
     known = descriptions(cls)
     fields = [

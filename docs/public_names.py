@@ -9,6 +9,7 @@ from importlib import import_module
 
 import lightrft
 from lightrft.api.run import Page
+from lightrft.api.shown_data import ShownData
 from lightrft.observability.events import EVENTS, RunEvent
 from lightrft.types import Batch, Prompt, Rollout
 
@@ -69,11 +70,12 @@ def sections() -> Iterator[tuple[str, str, Rows]]:
     yield "`lightrft.Policy`", "The parts of a loop of a program.", members(lightrft.Policy)
     yield (
         "`Page`",
-        "`run.report()` and `run.plot()` return one.",
+        "`run.report()`, `run.plot()` and `save()` of shown data return one.",
         [
             *_described(Page, "Args", ("path",)),
         ],
     )
+    yield "`ShownData`", "`lightrft.data()` returns one.", members(ShownData)
     yield (
         "Callbacks",
         "Keywords of functions that train. [Callbacks](python.md#callbacks) has when each is "

@@ -8,7 +8,7 @@ from lightrft.utils.public_names import install
 
 VERBS = (
     *("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill", "iterate"),
-    *("eval", "eval_rm", "generate", "label_steps"),
+    *("data", "eval", "eval_rm", "generate", "label_steps"),
     *("export", "merge", "convert", "import_config", "serve", "serve_rm", "serve_tinker"),
 )
 """Verbs that are functions of this module."""

@@ -5,9 +5,11 @@ from typing import Any, Literal, TypeAlias
 
 from lightrft.api.policy import Policy as Policy
 from lightrft.api.run import Run as Run
+from lightrft.api.shown_data import ShownData
 from lightrft.rewards.program_function import here as here
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
+from lightrft.config.config_tools import ShowConfig
 from lightrft.config.data import MediaConfig, ProcessDataConfig
 from lightrft.config.engine import EngineConfig
 from lightrft.config.generation.serving import BatchingConfig, HTTPConfig
@@ -546,6 +548,64 @@ def iterate(
             `null` for all three takes `sft`.
         dpo: Training by `lightrft dpo`.
         kto: Training by `lightrft kto`.
+    """
+
+def data(
+    *configs: Given,
+    run: RunConfig | Mapping[str, Any] = ...,
+    model: Any = ...,
+    reference: Any = ...,
+    teacher: Any = ...,
+    critic: CriticConfig | Mapping[str, Any] = ...,
+    cost_critic: ValueModelConfig | Mapping[str, Any] = ...,
+    prm: PRMConfig | Mapping[str, Any] = ...,
+    ptx: PtxConfig | Mapping[str, Any] = ...,
+    data: Data = ...,
+    eval: Data = ...,
+    rollout: RolloutConfig | Mapping[str, Any] = ...,
+    sampling: SamplingConfig | Mapping[str, Any] = ...,
+    engine: EngineConfig | Mapping[str, Any] | str = ...,
+    reward: Any = ...,
+    algorithm: AlgorithmConfig | Mapping[str, Any] | str = ...,
+    train: RLTrainConfig | Mapping[str, Any] = ...,
+    optimizer: OptimizerConfig | Mapping[str, Any] = ...,
+    strategy: StrategyConfig | Mapping[str, Any] | str = ...,
+    launch: LaunchConfig | Mapping[str, Any] = ...,
+    checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    log: LogConfig | Mapping[str, Any] = ...,
+    show: ShowConfig | Mapping[str, Any] = ...,
+    steps: int = ...,
+    epochs: int = ...,
+    rewards: Any = ...,
+    **settings: Any,
+) -> ShownData:
+    """Show the first rows of a config as a run reads them: their tokens, media and lengths.
+
+    Args:
+        run: Run folder and start.
+        model: Policy.
+        reference: Folder or name of the reference of the KL term; `null` takes the model that
+            training starts from.
+        teacher: Teacher of `algorithm.distill`.
+        critic: Critic of advantages that need one.
+        cost_critic: Second critic, which estimates the cost of `algorithm.lagrangian` for such
+            advantages.
+        prm: Process reward model of `prime`.
+        ptx: Supervised data next to the rollouts.
+        data: Prompts to learn from.
+        eval: Evaluation on the eval set.
+        rollout: Groups of responses of a step.
+        sampling: Generation of responses.
+        engine: Engine that generates responses.
+        reward: Scoring of responses.
+        algorithm: Advantage, loss and their terms.
+        train: Optimizer steps.
+        optimizer: Optimizer of the policy.
+        strategy: Devices, sharding and parallelism.
+        launch: Processes of the run.
+        checkpoint: Checkpoints.
+        log: Metrics, rollouts and batches on disk.
+        show: The rows to show, and the page.
     """
 
 def eval(

@@ -2,5 +2,6 @@
 
 from lightrft.api.calls import FUNCTIONS
 from lightrft.api.run import Page, Run
+from lightrft.api.shown_data import ShownData
 
-__all__ = ["FUNCTIONS", "Page", "Run"]
+__all__ = ["FUNCTIONS", "Page", "Run", "ShownData"]

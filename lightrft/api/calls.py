@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrft.api.inputs import FOLDER, is_rows, plain, rows_of_columns
+from lightrft.api.inputs import FOLDER, Written, is_rows, plain, rows_of_columns
 from lightrft.api.progress import watching
 from lightrft.api.run import Run, json_lines
+from lightrft.api.shown_data import ShownData, shown_data
 from lightrft.api.start import check_trained, import_function, memory_errors, program, started
 from lightrft.api.verbs import (
     JUDGE,
@@ -22,9 +23,18 @@ from lightrft.api.verbs import (
     SERVING,
     TRAINING,
     FolderConfig,
+    fitting,
     plain_settings,
 )
-from lightrft.config.base import Settings, has_setting, is_branch, load_settings, to_yaml
+from lightrft.config.base import (
+    Loaded,
+    Settings,
+    has_setting,
+    is_branch,
+    load_settings,
+    to_yaml,
+)
+from lightrft.config.config_tools import ShowConfig
 from lightrft.config.run import RunConfig
 from lightrft.config.verbs import (
     GenerateConfig,
@@ -112,12 +122,20 @@ TRAINED: dict[str, tuple[type[Settings], str]] = {
 
 
 def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) -> Any:
+    """Return the settings of a verb; see ``load``."""
+    return load(cls, configs, settings, {}).settings
+
+
+def load(
+    cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any], written: Written
+) -> Loaded[Any]:
     """Return the settings of a verb. Functions, rows and models of the program become files.
 
     Args:
         cls: Class of the settings.
         configs: As in ``call``.
         settings: As in ``call``.
+        written: As in ``plain``.
     """
     files = [os.fspath(one) for one in configs if isinstance(one, str | os.PathLike)]
     for file in files:
@@ -131,7 +149,8 @@ def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) 
         run = tree.get("run")
         where = str(tree.get("run.dir") or (run.get("dir") if is_branch(run) else None) or where)
     folder = Path(where).expanduser() / FOLDER
-    return load_settings(cls, files, (), [plain(tree, folder) for tree in trees]).settings
+    plain_trees = [plain(tree, folder, written=written) for tree in trees]
+    return load_settings(cls, files, (), plain_trees)
 
 
 _ROWS = ("data", "validation", "eval")
@@ -293,6 +312,24 @@ def grm(method: str, /, *configs: Given, **settings: Any) -> Run:
     return call(f"grm-{method}", *configs, **settings)
 
 
+class _Shown(Settings):
+    """The settings of ``lightrft.data`` itself."""
+
+    show: ShowConfig = ShowConfig()
+    """The rows to show, and the page."""
+
+
+def data(*configs: Given, **settings: Any) -> ShownData:
+    """Show the first rows of a config as a run reads them: their tokens, media and lengths."""
+    _, settings = take_callbacks("data", settings)
+    own = {name: settings.pop(name) for name in list(settings) if name.split(".")[0] == "show"}
+    options = read(_Shown, (), own).show
+    written: Written = {}
+    config = fitting(options.verb, lambda cls: load(cls, configs, settings, written)).settings
+    with show_warnings():
+        return shown_data(config, options)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         verb.replace("-", "_"): _function(verb, row.about)
@@ -300,5 +337,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     },
     "iterate": _function("iterate", "Repeat: generate, select by reward, and train."),
     "grm": grm,
+    "data": data,
 }
 """Every verb that is a function, by the name of the function."""

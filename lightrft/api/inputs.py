@@ -30,35 +30,49 @@ _ROWS = re.compile(r"(^|\.)(sources(\.\d+(\.path)?)?|data)$")
 """Keys whose values may be rows."""
 
 
-def plain(value: Any, folder: Path, key: str = "") -> Any:
+Written = dict[tuple[int, str], tuple[Any, Any]]
+"""Values that became files, each with its settings, by identity and key."""
+
+
+def plain(value: Any, folder: Path, key: str = "", written: Written | None = None) -> Any:
     """Return ``value`` as in YAML. Functions, rows and models become files in ``folder``.
 
     Args:
         value: A value of settings.
         folder: Where files are written.
         key: The dotted key of the value, for messages.
+        written: Values that earlier calls have written, to which this call adds its own. An
+            iterator gives its rows only once.
 
     Raises:
         ConfigError: The value cannot be a setting, or cannot be written.
     """
+    written = {} if written is None else written
     if isinstance(value, Settings):
         value = value.model_dump(exclude_unset=True)
+    if (id(value), key) in written:
+        return written[id(value), key][1]
     if _ROWS.search(key) and is_rows(value):
         path = str(write_rows(value, folder, key))
         source = {"path": path, "name": "rows"}
-        return path if key.endswith("path") else [source] if key.endswith("data") else source
+        found = path if key.endswith("path") else [source] if key.endswith("data") else source
+        written[id(value), key] = value, found
+        return found
     if is_branch(value):
         return {
-            name: plain(each, folder, f"{key}.{name}".lstrip(".")) for name, each in value.items()
+            name: plain(each, folder, f"{key}.{name}".lstrip("."), written)
+            for name, each in value.items()
         }
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
         return str(value)
     if is_model(value):
-        return _model(value, folder, key)
+        found = _model(value, folder, key)
+        written[id(value), key] = value, found
+        return found
     if isinstance(value, list | tuple):
-        return [plain(each, folder, f"{key}.{k}") for k, each in enumerate(value)]
+        return [plain(each, folder, f"{key}.{k}", written) for k, each in enumerate(value)]
     if callable(getattr(value, "save_pretrained", None)):  # a tokenizer or a processor
         return str(_saved(value, folder, "tokenizer"))
     if isinstance(value, type):
@@ -142,7 +156,9 @@ def write_rows(rows: Any, folder: Path, key: str) -> Path:
         found = list(_tables(rows, key))
         with suppress(TypeError):  # a value that is not of JSON, such as an image
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
-            return _written(folder, "rows", ".jsonl", text.encode())
+            # Half of a surrogate pair is then the escape that JSON has for it.
+            data = text.encode(errors="backslashreplace")
+            return _written(folder, "rows", ".jsonl", data)
         from datasets import Dataset
 
         rows = Dataset.from_list(found)

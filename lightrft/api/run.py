@@ -41,9 +41,18 @@ class Page:
 
     def _repr_html_(self) -> str:
         """Return the page as an element of a notebook's page."""
-        text = escape(self.path.read_text(encoding="utf-8"), quote=True)
-        style = f"width:100%;height:{self.height}px;border:0"
-        return f'<iframe srcdoc="{text}" style="{style}"></iframe>'
+        return frame(self.path.read_text(encoding="utf-8"), self.height)
+
+
+def frame(page: str, height: int) -> str:
+    """Return an HTML page as an element of a notebook's page.
+
+    Args:
+        page: The text of the page.
+        height: Height in pixels.
+    """
+    style = f"width:100%;height:{height}px;border:0"
+    return f'<iframe srcdoc="{escape(page, quote=True)}" style="{style}"></iframe>'
 
 
 class Run:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from lightrft.algorithms.preference.requirements import preference_requirements
+from lightrft.config.base import Loaded
 from lightrft.config.config_tools import ImportConfig
 from lightrft.config.generation.serving import ServeConfig, ServeRMConfig, ServeTinkerConfig
 from lightrft.config.model import ConvertConfig, MergeConfig
@@ -28,6 +30,7 @@ from lightrft.config.verbs import (
     SFTConfig,
     TrainingConfig,
 )
+from lightrft.utils.errors import ConfigError, did_you_mean
 
 FolderConfig: TypeAlias = ExportConfig | MergeConfig | ConvertConfig | ImportConfig
 """The settings of a verb that writes files, and runs no model."""
@@ -242,3 +245,49 @@ def plain_settings(config: TrainingConfig) -> TrainingConfig:
     if isinstance(config, JudgeSFTConfig | JudgeRLConfig | JudgeDPOConfig):
         return config.plain()
     return config
+
+
+def fitting(
+    verb: str, load: Callable[[type[TrainingConfig]], Loaded[TrainingConfig]]
+) -> Loaded[TrainingConfig]:
+    """Return the settings of a verb that trains.
+
+    Args:
+        verb: name of the verb. ``auto`` selects the verb whose settings fit.
+        load: returns the given settings as those of a class.
+
+    Raises:
+        ConfigError: there is no such verb, or the settings do not fit.
+    """
+    method = verb.removeprefix("grm-")
+    if method != verb and method in JUDGE:
+        judge = load(JUDGE[method].settings)
+        return replace(judge, settings=plain_settings(judge.settings))
+    if verb != "auto":
+        if verb not in TRAINING:
+            raise ConfigError(
+                f"there is no verb {verb!r} that trains{did_you_mean(verb, TRAINING)}"
+            )
+        return load(TRAINING[verb].settings)
+    found: dict[str, Loaded[TrainingConfig]] = {}
+    problems: list[ConfigError] = []
+    for name, row in TRAINING.items():
+        try:
+            found[name] = load(row.settings)
+        except ConfigError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    first = found["rl"].settings if "rl" in found else None
+    if isinstance(first, RLConfig):
+        reward, distill = first.reward, first.algorithm.distill
+        if reward.scores or distill.kind != "none":
+            return found["rl"]
+    # A config without rewards and without a teacher parses as any: then it is one for SFT.
+    if "distill" in found and "sft" not in found:
+        return found["distill"]
+    dpo = found.get("dpo")
+    if "sft" not in found and dpo is not None and isinstance(dpo.settings, DPOConfig):
+        labelled = preference_requirements(dpo.settings.preference).kind == "labelled"
+        return found["kto"] if labelled else dpo
+    return found.get("sft", next(iter(found.values())))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from lightrft.api.verbs import JUDGE
 from lightrft.cli.arguments import wants_usage
-from lightrft.cli.verbs import JUDGE, train
+from lightrft.cli.verbs import train
 from lightrft.utils.errors import ConfigError, did_you_mean
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
-from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.api.progress import finish, watching, with_report
 from lightrft.api.start import import_function, memory_errors, program, started
 from lightrft.api.verbs import (
-    JUDGE,
     ONE_PROCESS,
     SERVING,
     TRAINING,
@@ -18,13 +15,13 @@ from lightrft.api.verbs import (
     OneProcessVerb,
     ServingVerb,
     TrainingVerb,
+    fitting,
     plain_settings,
 )
 from lightrft.cli.arguments import file_first, parse, positional, settings_of, with_origin
 from lightrft.config.base import Loaded
-from lightrft.config.verbs import DPOConfig, RLConfig, TrainingConfig
+from lightrft.config.verbs import RLConfig, TrainingConfig
 from lightrft.trainer.checks.check_rollout import check_algorithm
-from lightrft.utils.errors import ConfigError, did_you_mean
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
@@ -37,42 +34,8 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
 
 
 def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
-    """Parse ``arguments`` as the config of a verb that trains.
-
-    ``auto`` selects the verb whose settings fit. Raises ``ConfigError`` if none fits.
-    """
-    method = verb.removeprefix("grm-")
-    if method != verb and method in JUDGE:
-        judge = parse(JUDGE[method].settings, arguments)
-        return replace(judge, settings=plain_settings(judge.settings))
-    if verb != "auto":
-        if verb not in TRAINING:
-            raise ConfigError(
-                f"there is no verb {verb!r} that trains{did_you_mean(verb, TRAINING)}"
-            )
-        return parse(TRAINING[verb].settings, arguments)
-    found: dict[str, Loaded[TrainingConfig]] = {}
-    problems: list[ConfigError] = []
-    for name, row in TRAINING.items():
-        try:
-            found[name] = parse(row.settings, arguments)
-        except ConfigError as error:
-            problems.append(error)
-    if not found:
-        raise problems[0]
-    first = found["rl"].settings if "rl" in found else None
-    if isinstance(first, RLConfig):
-        reward, distill = first.reward, first.algorithm.distill
-        if reward.scores or distill.kind != "none":
-            return found["rl"]
-    # A config without rewards and without a teacher parses as any: then it is one for SFT.
-    if "distill" in found and "sft" not in found:
-        return found["distill"]
-    dpo = found.get("dpo")
-    if "sft" not in found and dpo is not None and isinstance(dpo.settings, DPOConfig):
-        labelled = preference_requirements(dpo.settings.preference).kind == "labelled"
-        return found["kto"] if labelled else dpo
-    return found.get("sft", next(iter(found.values())))
+    """Parse ``arguments`` as the config of a verb that trains; see ``api.verbs.fitting``."""
+    return fitting(verb, lambda cls: parse(cls, arguments))
 
 
 def train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lightrft.config.base import Settings
 
@@ -44,9 +44,21 @@ class ShowConfig(Settings):
     ] = "auto"
     """Verb whose config this is. ``auto`` takes the verb whose settings fit."""
     rows: int = Field(3, ge=0)
-    """Number of rows to print of each section of data."""
+    """Number of rows to show of each section of data."""
     read: int = Field(200, ge=1)
-    """Number of rows to read of each source, for the counts of columns."""
+    """Number of rows to read of each source, for the counts of columns, lengths, duplicates and
+    overlap. Raise it to compare whole files."""
     color: Literal["auto", "always", "never"] = "auto"
     """Color the trained tokens. ``auto`` does so on a terminal. Without colors, they are between
     ``[[`` and ``]]``."""
+    page: str | None = None
+    """HTML file to write with the same content. An existing file is replaced. ``null`` writes
+    none."""
+
+    @field_validator("page")
+    @classmethod
+    def _is_html(cls, given: str | None) -> str | None:
+        # It is replaced, and may not be a file of rows.
+        if given is not None and not given.lower().endswith((".html", ".htm")):
+            raise ValueError(f"{given!r} is no HTML file; end its name in .html")
+        return given

@@ -391,19 +391,32 @@ class EncodedDataset(Generic[T]):
 
     def prompt_keys(self) -> Iterator[bytes]:
         """Yield a key of the tokens of each stored prompt without media. Equal prompts have one."""
+        return (key for _, key in self.keyed_prompts())
+
+    def keyed_prompts(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and key of each stored prompt without media; see ``prompt_keys``."""
         tokens = np.asarray(self._kept["tokens"])
         skipped = list(self.encoder.placeholders)
-        for start, end in zip(*self._prompt_bounds()):
+        starts, ends, _ = self._bounds()
+        for k, (start, end) in enumerate(zip(starts, ends)):
             ids = tokens[start:end]
             # equal tokens may stand for other media
             if not (skipped and bool(np.isin(ids, skipped).any())):
-                yield ids.tobytes()
+                yield k, ids.tobytes()
 
-    def _prompt_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the start and the end of each stored prompt among the tokens."""
+    def token_counts(self) -> dict[str, list[int]]:
+        """Return the number of tokens of each stored ``prompt``, and of each ``response``."""
+        starts, ends, responses = self._bounds()
+        return {"prompt": (ends - starts).tolist(), "response": responses.tolist()}
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the start and the end of each stored prompt, and the length of each response."""
         ends = np.asarray(self._kept["ends"], dtype=np.int64)
         starts = np.concatenate([[0], ends[:-1]])
-        return starts, np.asarray(self._kept.get("split", ends))
+        if "split" not in self._kept:
+            return starts, ends, ends[:0]
+        splits = np.asarray(self._kept["split"], dtype=np.int64)
+        return starts, splits, ends - splits
 
     @property
     def media_kinds(self) -> set[str]:

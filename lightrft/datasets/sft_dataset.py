@@ -180,9 +180,7 @@ class SFTDataset(EncodedDataset[Example]):
     @property
     def longest_prompt(self) -> int:
         """Return the number of tokens of the longest prompt."""
-        ends = np.asarray(self._kept["ends"], dtype=np.int64)
-        starts = np.concatenate([[0], ends[:-1]])
-        return int((np.asarray(self._kept["split"], dtype=np.int64) - starts).max())
+        return max(self.token_counts()["prompt"])
 
     @property
     def has_untrained_tokens(self) -> bool:

@@ -33,21 +33,31 @@ def shown(names: Sequence[str], folder: Path, about: str) -> str:
         folder: folder of the files.
         about: alternative text for screen readers.
     """
-    return "".join(_element(name, folder, about) for name in names)
+    return "".join(embedded(name, _content(folder, name), about) for name in names)
 
 
-def _element(name: str, folder: Path, about: str) -> str:
+def embedded(name: str, data: bytes | None, about: str) -> str:
+    """Return the HTML element that embeds a file.
+
+    Args:
+        name: name of the file.
+        data: its content, or None if it is missing.
+        about: alternative text for screen readers.
+    """
     kind = TYPES.get(Path(name).suffix.lower(), "")
-    path = folder / name
-    if not kind or Path(name).name != name or not path.is_file():
+    if not kind or data is None:
         why = "is missing" if kind else "cannot be shown"
         return f'<p class="empty">{escape(name)} {why}</p>'
-    data = path.read_bytes()
     source = f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
     if kind.startswith("audio/"):
         label = escape(about)
         return f'<audio controls preload="metadata" src="{source}" aria-label="{label}"></audio>'
     return f'<img src="{source}" alt="{escape(about)}"{_tiny(data)}>'
+
+
+def _content(folder: Path, name: str) -> bytes | None:
+    path = folder / name
+    return path.read_bytes() if Path(name).name == name and path.is_file() else None
 
 
 def _tiny(data: bytes) -> str:

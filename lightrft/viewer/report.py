@@ -6,26 +6,25 @@ run.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.viewer.charts import plots
-from lightrft.viewer.figures import figures, plot_data
+from lightrft.viewer.figures import figures
 from lightrft.viewer.formatting import compact, css_of, percent
 from lightrft.viewer.groups import groups
+from lightrft.viewer.page import page
 from lightrft.viewer.plots import Plot
 from lightrft.viewer.reward_scores import reward_plots, reward_section
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers
 from lightrft.viewer.step_scores import is_of_steps
 
+FOOTER = "Written by lightrft from the files next to this page."
 JUDGED = {
     "Prompts": "eval/prompts",
     "Without a score": "eval/unscored",
@@ -56,7 +55,7 @@ def write_curves(folder: Path) -> Path:
     """
     run, path = read_run(folder), folder / "curves.html"
     curves = plots(run)
-    write_atomic(path, _page(run.name, [_curves(run, curves)], curves))
+    write_atomic(path, page(f"{run.name}: run report", FOOTER, [_curves(run, curves)], curves))
     return path
 
 
@@ -73,57 +72,7 @@ def render(run: RunData) -> str:
         _settings(run),
         _next(run),
     ]
-    return _page(run.name, sections, [*drawn, *judged])
-
-
-def _page(name: str, sections: Sequence[str], plotted: Sequence[Plot]) -> str:
-    """Return a page.
-
-    Every text of the run is escaped. A content security policy allows only this page's styles and
-    scripts, by their hashes.
-
-    Args:
-        name: Name of the run.
-        sections: HTML of each part; empty ones are left out.
-        plotted: Plots of the sections.
-    """
-    styles = [_asset("vendor/uplot/uPlot.min.css"), _asset("report.css")]
-    # A copy of uPlot must have its licence.
-    notice = f"/*\n{_asset('vendor/uplot/LICENSE')}\n*/\n"
-    scripts = [
-        notice + _asset("vendor/uplot/uPlot.iife.min.js"),
-        _asset("plots.js"),
-        _asset("report.js"),
-    ]
-    given = f"style-src {_hashes(styles)}; script-src {_hashes(scripts)}"
-    policy = f"default-src 'none'; img-src data:; media-src data:; {given}; base-uri 'none'"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(name)}: run report</title>\n"
-        + "".join(f"<style>{style}</style>\n" for style in styles)
-        + "</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in sections if part)
-        + "\n<footer>Written by lightrft from the files next to this page.</footer>\n</main>\n"
-        + plot_data(plotted)
-        + "".join(f"<script>{script}</script>\n" for script in scripts)
-        + "</body>\n</html>\n"
-    )
-
-
-def _asset(name: str) -> str:
-    return files("lightrft.viewer").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hashes(texts: Sequence[str]) -> str:
-    """Return the hashes of inline elements, as a content security policy writes them."""
-    hashes = []
-    for text in texts:
-        digest = hashlib.sha256(text.encode("utf-8")).digest()
-        hashes.append(f"'sha256-{base64.b64encode(digest).decode('ascii')}'")
-    return " ".join(hashes)
+    return page(f"{run.name}: run report", FOOTER, sections, [*drawn, *judged])
 
 
 def _header(run: RunData) -> str:

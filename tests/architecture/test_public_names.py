@@ -12,6 +12,7 @@ import pytest
 import lightrft
 from docs.public_names import BATCH, MODELS, sections
 from lightrft.api.run import Page
+from lightrft.api.shown_data import ShownData
 from lightrft.cli.main import IN_TABLE, VERBS
 from lightrft.observability.events import EVENTS, RunEvent
 from lightrft.types import Prompt, Rollout
@@ -64,6 +65,7 @@ def test_the_page_of_public_names_has_the_names_that_are_there_and_no_others() -
         "lightrft.Run": public(lightrft.Run),
         "lightrft.Policy": public(lightrft.Policy),
         "Page": {"path"},
+        "ShownData": public(ShownData),
         "Callbacks": set(EVENTS),
         "Events": public(RunEvent) - {"requests"},
         "Fields of one event": {

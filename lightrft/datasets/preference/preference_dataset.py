@@ -267,11 +267,6 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         return example
 
     @property
-    def ids(self) -> Sequence[str]:
-        """Return the unique id of each example, in the order of the dataset."""
-        return self._ids
-
-    @property
     def longest(self) -> int:
         """Return the number of tokens of the longest prompt with one response."""
         ends = np.asarray(self._kept["ends"], dtype=np.int64)
@@ -309,6 +304,12 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             first = places[np.searchsorted(places, prompts)]
             counts = counts + ends[first] - ends[first - 1]
         return counts[self._order]
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the start and the end of each stored prompt, and the length of each response."""
+        starts, ends, _ = super()._bounds()
+        firsts = np.concatenate([[0], np.asarray(self._kept["groups"], dtype=np.int64)[:-1]])
+        return starts[firsts], ends[firsts], np.delete(ends - starts, firsts)
 
     def labels_of(self, head: str) -> np.ndarray:
         """Return the labels of all responses that have one for ``head``."""
@@ -349,13 +350,6 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         raise DataError(
             f"{where}: the row has no {column}, which the loss needs for every response"
         )
-
-    def _prompt_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """See ``EncodedDataset``. The first sequence of an example is its prompt."""
-        ends = np.concatenate([[0], np.asarray(self._kept["ends"], dtype=np.int64)])
-        groups = np.asarray(self._kept["groups"], dtype=np.int64)
-        first = np.concatenate([[0], groups[:-1]])
-        return ends[first], ends[first + 1]
 
     def _check_heads(self) -> None:
         """Raise ``DataError`` if a head has no label in any row."""

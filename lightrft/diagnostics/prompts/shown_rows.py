@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lightrft.algorithms.preference.requirements import preference_requirements
 from lightrft.algorithms.reward_model.requirements import reward_requirements
+from lightrft.config.config_tools import ShowConfig
 from lightrft.config.data import (
     DataConfig,
     PreferenceDataConfig,
@@ -29,9 +29,12 @@ from lightrft.datasets.media.items import Item
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.row_warnings import unread_problem
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics.prompts.prompt_texts import validation_of
 from lightrft.models.processors import load_processor
+from lightrft.observability.data_record import ShownRow, ShownSection, Span, TokenLengths
 from lightrft.trainer.preference.base import load_preferences
 from lightrft.trainer.process_model.run import load_steps
 from lightrft.trainer.reward_model.run import load_examples as load_rewarded
@@ -44,80 +47,53 @@ if TYPE_CHECKING:
 AnyDataset = PromptDataset | SFTDataset | PreferenceDataset | ProcessDataset
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A text of some tokens of a row.
-
-    Args:
-        text: the text, with special tokens. The placeholders of media are replaced by a name.
-        trained: True if the tokens carry loss.
-    """
-
-    text: str
-    trained: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ShownRow:
-    """One sequence of a row.
-
-    Args:
-        name: id of the row, with the name of the response where a row has several.
-        spans: the texts of its tokens, in order.
-        tokens: number of tokens.
-        facts: further values, such as the label.
-    """
-
-    name: str
-    spans: list[Span]
-    tokens: int
-    facts: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class ShownSection:
-    """The rows of one section of data.
-
-    Args:
-        key: key of the section, such as ``eval.data``.
-        rows: the first rows.
-        read: number of rows that were read.
-        unread: columns that nothing reads with their numbers of rows, by source.
-        feeds_rewards: True if reward functions get these columns.
-    """
-
-    key: str
-    rows: list[ShownRow]
-    read: int
-    unread: dict[str, dict[str, int]]
-    feeds_rewards: bool
-
-
-def shown_sections(config: TrainingConfig, rows: int, read: int) -> Iterator[ShownSection]:
-    """Yield the sections of data that have sources.
+def shown_sections(config: TrainingConfig, options: ShowConfig) -> list[ShownSection]:
+    """Return the sections of data that have sources, with the rows of each that are shown.
 
     Args:
         config: the settings of a run.
-        rows: number of rows to show of each section.
-        read: number of rows to read of each source, for the counts of columns.
+        options: the numbers of rows to show, and to read.
     """
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
+    found: list[ShownSection] = []
+    learned: dict[bytes, str] = {}
     for key, data in _sections(config):
         sources = tuple(
-            source.model_copy(update={"limit": min(source.limit or read, read)})
+            source.model_copy(update={"limit": min(source.limit or options.read, options.read)})
             for source in data.sources
         )
+        # In this order, the stored rows are those of the dataset.
         limited = data.model_copy(
             update={"sources": sources, "shuffle": False, "blend": "concat", "token_cache": None}
         )
         dataset = _dataset(config, key, limited, tokenizer, processor)
-        first: list[ShownRow] = []
-        for i in range(min(rows, len(dataset))):
-            first += _shown(dataset, i)
-        yield ShownSection(
-            key, first, dataset.counts["rows"], dataset.unread, dataset.feeds_rewards
+        prompts = [(dataset.ids[k], prompt) for k, prompt in dataset.keyed_prompts()]
+        seen: dict[bytes, str] = {}
+        repeats = [
+            (name, seen[prompt])
+            for name, prompt in prompts
+            if seen.setdefault(prompt, name) != name
+        ]
+        is_learned = key == "data"
+        learned = seen if is_learned else learned
+        rewards = dataset.feeds_rewards
+        found.append(
+            ShownSection(
+                key,
+                [row for i in range(min(options.rows, len(dataset))) for row in _shown(dataset, i)],
+                dataset.counts["rows"],
+                [
+                    unread_problem(at, names, rewards=rewards)
+                    for at, names in dataset.unread.items()
+                ],
+                [TokenLengths(kind, all) for kind, all in dataset.token_counts().items() if all],
+                len(prompts),
+                repeats,
+                None if is_learned else [(n, learned[p]) for n, p in prompts if p in learned],
+            )
         )
+    return found
 
 
 def _sections(config: TrainingConfig) -> Iterator[tuple[str, DataConfig]]:
@@ -162,16 +138,16 @@ def _shown(dataset: AnyDataset, i: int) -> Iterator[ShownRow]:
     if isinstance(dataset, PromptDataset):
         prompt = dataset.prompt(i, media=False)
         record, _ = dataset.record(i)
-        facts = {"label": prompt.label, **_facts(prompt.data_source, record.media)}
+        facts = {"label": prompt.label, "data_source": prompt.data_source}
         ids = prompt.token_ids
-        yield _row(dataset, prompt.id, ids, [False] * len(ids), facts)
+        yield _row(dataset, prompt.id, ids, [False] * len(ids), facts, record.media)
         return
     if isinstance(dataset, SFTDataset):
         example = dataset[i]
         ids = [*example.prompt_ids, *example.response_ids]
         trained = [False] * len(example.prompt_ids) + example.trained
-        facts = {"weight": example.weight, **_facts(example.data_source, dataset.items(i))}
-        yield _row(dataset, example.id, ids, trained, facts)
+        facts = {"weight": example.weight, "data_source": example.data_source}
+        yield _row(dataset, example.id, ids, trained, facts, dataset.items(i))
         return
     if isinstance(dataset, ProcessDataset):
         steps = dataset[i]
@@ -179,11 +155,8 @@ def _shown(dataset: AnyDataset, i: int) -> Iterator[ShownRow]:
         scored = set(steps.separators)
         trained = [False] * len(steps.prompt_ids)
         trained += [k in scored for k in range(len(steps.response_ids))]
-        facts = {
-            "labels": steps.labels,
-            **_facts(steps.data_source, dataset.record(i).record.media),
-        }
-        yield _row(dataset, steps.id, ids, trained, facts)
+        facts = {"labels": steps.labels, "data_source": steps.data_source}
+        yield _row(dataset, steps.id, ids, trained, facts, dataset.record(i).record.media)
         return
     pair = dataset[i]
     row = dataset.record(i)
@@ -191,9 +164,9 @@ def _shown(dataset: AnyDataset, i: int) -> Iterator[ShownRow]:
         ids = [*pair.prompt_ids, *response.token_ids]
         trained = [False] * len(pair.prompt_ids) + response.trained
         judged = {"rank": response.rank, "desirable": response.desirable, "margin": response.margin}
-        facts = {key: value for key, value in judged.items() if value is not None}
-        facts = {**facts, **_facts(pair.data_source, record.media)}
-        yield _row(dataset, f"{pair.id}, {name}", ids, trained, facts)
+        judged = {key: value for key, value in judged.items() if value is not None}
+        facts = {**judged, "data_source": pair.data_source}
+        yield _row(dataset, f"{pair.id}, {name}", ids, trained, facts, record.media)
 
 
 def _row(
@@ -201,9 +174,12 @@ def _row(
     name: str,
     ids: Sequence[int],
     trained: Sequence[bool],
-    facts: dict[str, object],
+    facts: Mapping[str, object],
+    media: Sequence[Item],
 ) -> ShownRow:
     """Return a sequence, with the special tokens that its text spells and that are text there.
+
+    Media that cannot be read are named by a fact.
 
     Args:
         dataset: The rows.
@@ -211,21 +187,25 @@ def _row(
         ids: Its tokens.
         trained: True for the tokens that carry loss.
         facts: Further values.
+        media: Its media.
     """
+    facts, previews = dict(facts), {}
+    if media and (reader := dataset.encoder.media) is not None:
+        facts["media"] = [f"{item.kind} {shown(item.value)}" for item in media]
+        for item in media:
+            try:
+                preview = reader.load(item).attachment
+                previews[preview.name] = preview.data
+            except MalformedRow as error:
+                facts["unreadable media"] = str(error)
     special = special_tokens(dataset.encoder.tokenizer)
     control = set(special.values())
     runs = [list(run) for is_control, run in groupby(ids, control.__contains__) if not is_control]
     texts = [dataset.encoder.tokenizer.decode(run) for run in runs]
     spelled = [token for token in special if any(token in text for text in texts)]
     if spelled:
-        facts = {**facts, "special tokens that are text here": spelled}
-    return ShownRow(name, _spans(dataset, ids, trained), len(ids), facts)
-
-
-def _facts(data_source: str, media: Sequence[Item]) -> dict[str, object]:
-    """Return the data source and the media of a row."""
-    names = [f"{item.kind} {shown(item.value)}" for item in media]
-    return {"data_source": data_source, **({"media": names} if names else {})}
+        facts["special tokens that are text here"] = spelled
+    return ShownRow(name, _spans(dataset, ids, trained), len(ids), facts, previews)
 
 
 def _spans(
