@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from lightrft import __version__
 from lightrft.config.base import dotted
 from lightrft.config.preference.presets import PREFERENCE_PAPERS
 from lightrft.config.presets import PAPERS
@@ -42,7 +42,7 @@ def push(run: Run, repo: str, *, private: bool | None, revision: str | None) -> 
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != CARD]
     operations = [CommitOperationAdd(p.relative_to(folder).as_posix(), p) for p in files]
     operations.append(CommitOperationAdd(CARD, model_card(run).encode()))
-    api = HfApi(library_name="lightrft", library_version=version("lightrft"))
+    api = HfApi(library_name="lightrft", library_version=__version__)
     try:
         made = api.create_repo(repo, private=private, exist_ok=True)
         name = f"Model of step {run.summary.get('model_step', run.summary.get('steps'))}"
@@ -68,7 +68,7 @@ def model_card(run: Run) -> str:
     head = adapters[0].splitlines()[1:] if adapters else _fields(base, verb, on_hub=on_hub)
     shown = base if on_hub else PurePath(base).name
     lines = ["---", *head, "---", "", f"# {config['run']['name']}", ""]
-    lines += [f"`{shown}`, trained by `lightrft {verb}` of LightRFT {version('lightrft')}.", ""]
+    lines += [f"`{shown}`, trained by `lightrft {verb}` of LightRFT {__version__}.", ""]
     if adapters:
         lines += [f"#{adapters[2].strip()}", ""]  # its title is that of a section here
     lines += ["## Training", "", *_training(summary), "", *_results(run)]

@@ -283,7 +283,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind_and_the_same_command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_the_launcher_reaches_all_ranks_which_save_and_leave(number, tree, tmp_path):
     file = config_file(
         deep_merge(tree, {"train": {"steps": 200}, "checkpoint": {"every": 0}}), tmp_path, "run"

@@ -10,6 +10,8 @@ from lightrft.cli.main import main
 from lightrft.config.base import Settings, description_of, descriptions
 from lightrft.config.demo import DemoConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.models.loading.save_model import save_model
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError, path_of
 
 VERBS = ("rl", "sft", "eval", "generate", "chat", "export", "merge", "convert", "doctor", "demo")
@@ -171,6 +173,27 @@ def test_a_wrong_word_is_answered_with_the_way_to_write_it(
 )
 def test_settings_may_have_dashes(given: list[str], plain: list[str]) -> None:
     assert without_dashes(given) == plain == without_dashes(plain)
+
+
+@pytest.mark.parametrize(
+    ("word", "setting"),
+    [
+        ("model.path=nope", "model.path"),
+        ("critic.path=nope", "critic.path"),
+        ("reference=nope", "reference"),
+        ("reward={models: [{path: nope}]}", "reward.models.0.path"),
+    ],
+)
+def test_a_model_that_does_not_exist_is_refused_by_the_setting_that_names_it(
+    word, setting, tmp_path, capsys
+):
+    save_model(tiny_model("llama"), tiny_tokenizer(), tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    words = [f"model.path={tmp_path / 'model'}", f"data={tmp_path / 'rows.jsonl'}", "reward=math"]
+    sizes = ["sampling.max_new_tokens=4", "rollout.prompts_per_step=1"]
+    more = [f"run.dir={tmp_path}", "algorithm=ppo", *sizes]
+    assert main(["rl", *words, *more, word]) == 2
+    assert f"{setting} = 'nope'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("setting", "named"), [("critic.path", "critic.path"), ("", "model.path")])

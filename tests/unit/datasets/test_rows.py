@@ -10,6 +10,7 @@ import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from lightrft.config.base import build
 from lightrft.config.data import (
@@ -34,6 +35,8 @@ from lightrft.datasets.rows.recorded_row import RecordedRow
 from lightrft.datasets.rows.row_reader import read_record
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.rollout.row_check import check_labels
+from lightrft.utils.errors import DataError
+from tests.unit.datasets.published_templates import PUBLISHED
 from tests.unit.datasets.tokenizers import WITH_TOOLS, chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
@@ -464,3 +467,43 @@ def test_every_verb_sees_the_same_prompt_of_a_row_and_loses_no_column(
     for found in (sampled, learned_rows, labelled):
         columns = set().union(*found.unread.values())
         assert columns - {"prompt"} == ({"topic"} & row.keys())
+
+
+@pytest.mark.parametrize("read", [prompts, examples])
+def test_a_row_with_media_whose_text_column_is_unknown_is_refused(
+    tmp_path: Path, read: Any
+) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "d.png")
+    row = {"q": "Which digit?", "image": str(tmp_path / "d.png"), "label": "3", "response": "3"}
+    with pytest.raises(DataError, match=r"no column with a prompt .* Name the column in data\."):
+        read(tmp_path, row)
+
+
+@pytest.mark.parametrize(
+    ("role", "content"),
+    [
+        ("human", "SECRET"),
+        ("tool_response", "SECRET"),
+        ("observation", "SECRET"),
+        ("tool_call", json.dumps({"name": "look", "arguments": {"what": "SECRET"}})),
+    ],
+)
+def test_roles_of_other_formats_are_read_by_every_data_set(
+    tmp_path: Path, role: str, content: str
+) -> None:
+    call = {"role": "tool_call", "content": json.dumps({"name": "look", "arguments": {}})}
+    before = [ASKED, call] if role in ("tool_response", "observation") else []
+    after = [{"role": "tool", "content": "seen"}] if role == "tool_call" else []
+    asked = [*before, *([ASKED] if role == "tool_call" else []), {"role": role, "content": content}]
+    row = {"messages": [*asked, *after, TOLD], "label": True}
+    tokenizer = PUBLISHED["qwen2.5"].tokenizer()
+    (example,) = examples(tmp_path, row, tokenizer=tokenizer, turns="last")
+    data = {"sources": [{"path": saved(tmp_path, row)}], "shuffle": False}
+    sampled = PromptDataset(DataConfig(**data), tokenizer, seed=0)
+    labelled = PreferenceDataset(
+        PreferenceDataConfig(**data), tokenizer, kind="labelled", max_tokens=500, seed=0
+    )
+    own = labelled[0]
+    whole = [*own.prompt_ids, *own.responses[0].token_ids]
+    for ids in (example.prompt_ids, sampled[0].token_ids, whole):
+        assert "SECRET" in tokenizer.decode(ids)
