@@ -119,7 +119,7 @@ def test_adapters_are_merged_or_kept_for_peft(export, runs, model_folder, tmp_pa
     found = weights(tmp_path / "merged")
     assert all(torch.allclose(found[k], with_adapter[k], atol=1e-6) for k in found)
     assert any(not found[k].equal(weights(model_folder)[k]) for k in found)
-    assert_refused(export(runs / "whole", "output=kept", "adapters=keep"), "trained no adapters")
+    assert_refused(export(runs / "whole", "output=nothing", "adapters=keep"), "trained no adapters")
     assert not (tmp_path / "none").exists()
 
 
