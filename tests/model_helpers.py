@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,11 @@ def vllm_model(
     tied: bool = False,
     heads: int = 2,
     kind: str = "qwen2",
+    eos: str = END,
 ) -> Any:
     """Save a model that vLLM can compute on a CPU, where heads have 32 channels or more, with its tokenizer. Return the model."""
     tokenizer = byte_pairs(["the quick brown fox jumps", "one + two = three"], 280)
+    tokenizer.eos_token = eos
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -127,6 +129,29 @@ def vllm_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return model
+
+
+def save_scripted_model(folder: Path, after: Mapping[str, str], tokenizer: Any) -> Path:
+    """Save a model that writes the token ``after[t]`` after a token ``t``, and ``.`` after others.
+
+    Its config and generation config name the end token of ``tokenizer``, and no other.
+    """
+    size = len(tokenizer)
+    width = -(-size // 64) * 64
+    eos = tokenizer.eos_token_id
+    fields = {"hidden_size": width, "tie_word_embeddings": False, "eos_token_id": eos}
+    model: Any = tiny_model("qwen2", vocab_size=size, **fields)
+    with torch.no_grad():
+        for layer in model.model.layers:  # the last token alone decides
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size, width))
+        head = model.lm_head.weight.zero_()
+        for token, k in tokenizer.get_vocab().items():
+            head[tokenizer.convert_tokens_to_ids(after.get(token, ".")), k] = 1.5
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def save_random_adapters(base: PreTrainedModel, settings: Any, folder: Path) -> Any:

@@ -23,8 +23,10 @@ from lightrft.engines.http import HTTPEngine
 from lightrft.engines.native import NativeEngine
 from lightrft.engines.served.vllm_server import VLLMServerEngine
 from lightrft.engines.sglang import SGLangEngine
+from lightrft.engines.stop_strings import model_ends
 from lightrft.engines.vllm import VLLMEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder
+from lightrft.models.tiny.text import END, PAD
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, ResourceError
 from lightrft.utils.registry import resolve
@@ -85,10 +87,11 @@ def own_server(folder: Path, keys: Path) -> Iterator[str]:
 @pytest.fixture(scope="module", params=ENGINES)
 def subject(request: Any, tmp_path_factory: Any) -> Iterator[Subject]:
     folder: Path = tmp_path_factory.mktemp("model")
-    model = vllm_model(folder)
+    # As in base models: the tokenizer and the configs do not name the end of turn.
+    model = vllm_model(folder, eos=PAD)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = EngineConfig(max_num_seqs=8)
-    ends = [tokenizer.eos_token_id]
+    ends = model_ends(tokenizer, [tokenizer.eos_token_id])
     if request.param == "http":
         (folder / "keys").write_text("secret\n")
         with own_server(folder, folder / "keys") as url, pytest.MonkeyPatch.context() as patch:
@@ -249,6 +252,17 @@ def test_a_response_at_its_limit_ends_by_length_and_an_end_token_by_stop(subject
     )
     assert ended.finish_reason == "stop"
     assert ended.token_ids == longest.token_ids[: first + 1]
+
+
+def test_a_response_ends_at_the_end_of_turn_that_the_chat_template_alone_names(
+    subject: Subject,
+) -> None:
+    [prompt] = prompts(subject, 1)
+    end = subject.tokenizer.convert_tokens_to_ids(END)
+    assert end not in (subject.tokenizer.eos_token_id, subject.model.generation_config.eos_token_id)
+    [ended] = subject.run([Request(prompt, 3, greedy=True)], max_new_tokens=60)
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids.index(end) == len(ended) - 1 > 0
 
 
 def test_no_end_token_is_sampled_before_the_minimum(subject: Subject) -> None:

@@ -24,9 +24,11 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from typing_extensions import is_typeddict
 
-from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.models.tiny.text import END, tiny_model, tiny_tokenizer
 from lightrft.serving.chat.request_fields import CHAT, COMPLETIONS, MESSAGES
+from tests.model_helpers import save_scripted_model
 from tests.serving_helpers import judge_server, model_server, save_judge
+from tests.unit.datasets.published_templates import PUBLISHED
 
 ASK = [{"role": "user", "content": "1+1"}]
 CHATS, TEXTS, OF_ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -411,3 +413,34 @@ def test_minus_one_keeps_all_tokens_as_in_vllm(path, url):
     found = [ask(url, path, {"seed": 3, "top_k": k}).json() for k in (-1, 0)]
     assert found[0].get("choices") == found[1].get("choices")
     assert found[0].get("content") == found[1].get("content")
+
+
+@pytest.fixture(scope="module")
+def plain_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A model that writes ``<|im_end|>`` after ``ok``, which its chat template ends no turn with."""
+    tokenizer = PUBLISHED["alpaca"].tokenizer()
+    script = {"=": "o", "\n": "o", "o": "k", "k": END}
+    folder = save_scripted_model(tmp_path_factory.mktemp("plain"), script, tokenizer)
+    with model_server(folder, sampling={"max_new_tokens": 8}) as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS, OF_ANTHROPIC])
+def test_a_special_token_as_a_stop_string_ends_the_answer(path, plain_url):
+    stop = "stop_sequences" if path == OF_ANTHROPIC else "stop"
+    fields = {"max_tokens": 8, "temperature": 0.0, "return_token_ids": True}
+
+    def answer(**more: Any) -> tuple[str, int, Any]:
+        found = ask(plain_url, path, {**fields, **more}).json()
+        if path == OF_ANTHROPIC:
+            end = found["stop_reason"], found["stop_sequence"]
+            return found["content"][0]["text"], len(found["token_ids"]), end
+        [choice] = found["choices"]
+        text = choice["text"] if path == TEXTS else choice["message"]["content"]
+        return text, len(choice["token_ids"]), choice["finish_reason"]
+
+    by_length, by_stop = "length", "stop"
+    if path == OF_ANTHROPIC:
+        by_length, by_stop = ("max_tokens", None), ("stop_sequence", END)
+    assert answer() == ("ok.....", 8, by_length)
+    assert answer(**{stop: ["none", END]}) == ("ok", 3, by_stop)
