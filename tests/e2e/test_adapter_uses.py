@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
@@ -19,8 +21,10 @@ from lightrft.trainer.pipelines.iterate import run_iterate
 from lightrft.trainer.process_model.run import run_process_model
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
+from tests.e2e.command import assert_refused, command
 from tests.e2e.test_adapter_folders import QV, logits, metrics, run_of, weights
 from tests.model_helpers import save_random_adapters
+from tests.serving_helpers import judge_server, model_server
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +184,77 @@ def test_adapters_that_enlarged_the_vocabulary_need_a_base_that_has_it(
         # Its embeddings take the place of those of the base, which processes would read in parts.
         with pytest.raises(ModelError, match=r"change the base \(the tensor .*launch\.processes=1"):
             Actor.load(ModelConfig(**model), device="meta")
+
+
+@pytest.mark.parametrize("opened", [model_server, judge_server], ids=["serve", "serve-rm"])
+def test_a_served_folder_of_adapters_answers_as_the_model_that_peft_merges(
+    opened, folders, model_folder
+):
+    found = {}
+    asked = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 6}
+    for name, path in {**folders, "base": model_folder}.items():
+        with opened(path) as (url, _):
+            body = {**asked, "temperature": 0, "return_token_ids": True}
+            [choice] = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"]
+            found[name] = choice["token_ids"], choice["sampled_logprobs"]
+    assert found["kept"][0] == found["merged"][0] != found["base"][0]
+    assert found["kept"][1] == pytest.approx(found["merged"][1], abs=1e-5)
+
+
+def test_doctor_counts_the_memory_that_training_the_adapters_of_a_folder_takes(
+    capsys, data_folder, folders
+):
+    policy = {}
+    rows = f"data.sources={data_folder / 'train.jsonl'}"
+    for name, path in folders.items():
+        outcome = command(capsys, "doctor", f"model={path}", rows, "reward.terms=[math]")
+        assert outcome.status == 0, outcome
+        [policy[name]] = re.findall(r"ok +policy +.* trained: .* \+ (\d+) KiB moments", outcome.out)
+    assert 0 < int(policy["kept"]) < int(policy["merged"]) / 10
+
+
+@pytest.mark.parametrize("start", ["a language model", "a classifier"])
+def test_adapters_of_a_classifier_are_refused_until_they_are_merged(
+    capsys, tmp_path, model_folder, start
+):
+    base = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    if start == "a classifier":
+        base.save_pretrained(tmp_path / "base")
+        base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    folder, whole = tmp_path / "kept", tmp_path / "whole"
+    save_random_adapters(base, LoraConfig(r=2, target_modules=QV, task_type="SEQ_CLS"), folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    rows = [f"data.sources={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
+    for verb in ("eval-rm", "serve-rm", "serve"):
+        words = rows if verb == "eval-rm" else ["http.port=0", "device=cpu"]
+        refused = command(capsys, verb, folder, *words)
+        assert_refused(refused, "model.path = '", "lightrft merge")
+        assert re.search("a classifier|it is a Qwen2ForSequenceClassification", refused.err)
+    assert command(capsys, "merge", folder, f"output={whole}").status == 0
+    outcome = command(capsys, "eval-rm", whole, *rows)
+    assert outcome.status == 0 and "eval/pair_accuracy" in outcome.out, outcome
+    refused = command(capsys, "serve", whole, "http.port=0", "device=cpu")
+    assert_refused(refused, f"model.path = '{whole}'", "give it to eval-rm or serve-rm")
+
+
+def test_a_reward_model_that_is_kept_as_adapters_is_served_and_evaluated(
+    capsys, monkeypatch, rl_tree, tmp_path
+):
+    can_merge = "lightrft.trainer.reward_model.export.can_merge"
+    rows = f"data.sources={tmp_path / 'preferences.jsonl'}"
+    found: dict[str, list[float]] = {}
+    for name in ("merged", "kept"):
+        monkeypatch.setattr(can_merge, lambda model, name=name: name == "merged")
+        lora = {"path": rl_tree["model"]["path"], "lora": {"rank": 2}}
+        run_of("rm", rl_tree, tmp_path, model=lora, run={"name": name})
+        folder = tmp_path / name / "model"
+        assert (folder / "adapter_config.json").is_file() == (name == "kept")
+        words = [rows, f"run.dir={tmp_path}", f"run.name=eval-{name}", "run.progress=false"]
+        outcome = command(capsys, "eval-rm", folder, *words)
+        assert outcome.status == 0, outcome
+        with judge_server(folder) as (url, _):
+            answer = httpx.post(f"{url}/score", json={"text_1": "1+1=", "text_2": "2"}).json()
+        [served] = answer["data"]
+        found[name] = [json.loads(outcome.out)["eval/score/mean"], served["score"]]
+    assert found["kept"] == pytest.approx(found["merged"], abs=1e-5) != [0.0, 0.0]

@@ -119,7 +119,11 @@ def load_model(
     if missing or info["mismatched_keys"]:
         lacking = sorted([*missing, *map(str, info["mismatched_keys"])])
         problem = f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen"
-        raise ModelError(f"{problem}, e.g. {lacking[0]}")
+        kind = next(iter(settings.architectures or ()), "")
+        way = "copy its files again"
+        if "Classification" in kind:
+            way = f"it is a {kind}: give it to eval-rm or serve-rm, adapters after lightrft merge"
+        raise ModelError(f"{problem}, e.g. {lacking[0]}; {way}")
     # parts placed by a device map stay there, and a 4-bit model refuses to be moved
     if "device_map" not in options:
         model = model.to(device)
