@@ -180,7 +180,8 @@ class SFTDataset(EncodedDataset[Example]):
     @property
     def longest_prompt(self) -> int:
         """Return the number of tokens of the longest prompt."""
-        return max(self.token_counts()["prompt"])
+        starts, ends, _ = self._bounds()
+        return int((ends - starts).max())
 
     @property
     def has_untrained_tokens(self) -> bool:

@@ -366,13 +366,11 @@ class CachedDecodeSession:
         assert reader is not None
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         inputs |= own_keywords(self._model, reader, ids, media)
-        with head_input(self._model.get_output_embeddings(), lambda states: states[:, -1:]):
-            output = self._model(**inputs, use_cache=True)
         steps = {name: inputs[name][:, -1:] for name in own.steps}
+        length = ids.shape[1]
+        logits, output = self._call(inputs, 0, length)
         state = output.past_key_values
-        return _Cache(1, ids.shape[1], 0, "past_key_values", state, steps=steps), output.logits[
-            :, -1
-        ]
+        return _Cache(1, length, 0, "past_key_values", state, steps=steps), logits
 
     def _call(
         self,

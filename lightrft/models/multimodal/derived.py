@@ -110,10 +110,10 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
     inner = _inner(model_type)
     config: Any = CONFIG_MAPPING[model_type]
     towers = []
+    given = {} if own.forward is None else own.forward.inputs
     for kind in KINDS:
         token = _token_field(config, kind)
-        forward = {} if own.forward is None else own.forward.inputs
-        inputs = forward.get(kind) or _inputs(kind, model_class, inner)
+        inputs = given.get(kind) or _inputs(kind, model_class, inner)
         if token is not None and inputs:
             towers.append(_tower(kind, inputs, token, own))
     positions = rope_index if hasattr(inner, "get_rope_index") else None
