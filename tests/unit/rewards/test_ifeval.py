@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,23 +159,6 @@ LANGUAGE, SENTENCES = LANGUAGE_CHECKS
 )
 def test_the_language_of_a_response_is_detected(text: str, language: str, follows: float) -> None:
     assert graded(text, [LANGUAGE], [{"language": language}])["strict"] == follows
-
-
-@pytest.fixture
-def sentence_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A sentence model of nltk, trained here on a few sentences."""
-    import nltk
-    from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
-
-    trained = PunktTrainer("Dr. Day sees Dr. Dee. He is in. Dr. Do is out. " * 20).get_params()
-    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
-    folder.mkdir(parents=True)
-    # nltk writes and reads only below these folders.
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    save_punkt_params(trained, str(folder))
-    language_checks._sentence_model.cache_clear()
-    yield
-    language_checks._sentence_model.cache_clear()
 
 
 def test_sentences_are_counted_by_the_model_of_nltk(sentence_model: None) -> None:

@@ -81,7 +81,9 @@ def is_json(text: str, options: Options) -> bool:
 
 def has_title(text: str, options: Options) -> bool:
     """Return whether there is a title in double angular brackets."""
-    return any(title.strip("<> \t") for title in re.findall(r"<<[^\n]+>>", text))
+    # A pattern would search to the end of the line at each of a thousand angular brackets.
+    titles = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
+    return any(title.strip("<> \t") for title in titles)
 
 
 def are_two_responses(text: str, options: Options) -> bool:
