@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.model import TASK_VECTORS, ConvertConfig, MergeConfig, MergeInput, ModelConfig
+from lightrft.models.families import family_of
 from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.export_check import (
     check_export,
@@ -25,6 +26,7 @@ from lightrft.models.loading.from_pretrained import (
     has_tokenizer,
     load_model,
     load_tokenizer,
+    model_settings,
     read_tokenizer,
 )
 from lightrft.models.loading.gguf_file import write_gguf_as_folder
@@ -50,10 +52,12 @@ from lightrft.models.merging.write_model import (
     written_specs,
 )
 from lightrft.models.processors import load_processor
+from lightrft.models.processors.written import check_processor
 from lightrft.observability.progress_bar import Progress
 from lightrft.trainer.saved_policy import check_replaceable, is_saved, resolved, write_policy
 from lightrft.utils.atomic_files import human_bytes, whole_folder
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, ModelError, whole_message
+from lightrft.utils.peft_folder import ADAPTER_CONFIG
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +206,7 @@ def run_merge(
         _write(config, inputs, writer, title)
         # Nothing but the weights of a checkpoint tells its logits.
         check_export(folder, _expected(config, inputs) if opened is None else None)
+        _check_media(config, inputs, folder)
         shutil.rmtree(folder / _RUNS, ignore_errors=True)
         files = len(list(folder.glob("*.safetensors")))
     return WrittenModel(output, len(writer.specs), files, writer.total_bytes)
@@ -278,6 +283,27 @@ def _expected(config: MergeConfig, inputs: _Inputs) -> Tensor | None:
         return folder_logits(model.folder)
     adapted = ModelConfig(path=model.name, base=config.base_model, unproved_family="allow")
     return probe_logits(load_model(adapted))
+
+
+def _check_media(config: MergeConfig, inputs: _Inputs, folder: Path) -> None:
+    """Check that the merged model reads media as the model whose processor was copied."""
+    is_adapters = (inputs.tokenizer / ADAPTER_CONFIG).is_file()
+    is_whole = is_adapters or (inputs.tokenizer / "config.json").is_file()
+    source = ModelConfig(
+        path=str(inputs.tokenizer if is_whole else inputs.first.folder),
+        base=config.base_model if is_adapters else None,
+        unproved_family="allow",
+    )
+    try:
+        if family_of(model_settings(source)).reader is None:
+            return
+        tokenizer = load_tokenizer(source)
+        processor = load_processor(source, tokenizer)
+    except (ModelError, OSError, ValueError) as error:
+        log.warning("how the written model reads media is not checked: %s", whole_message(error))
+        return
+    if processor is not None:
+        check_processor(folder, processor, tokenizer, None if is_adapters else source.path)
 
 
 def _check_models(models: Sequence[StoredModel]) -> None:

@@ -16,9 +16,9 @@ from lightrft.config.verbs import ExportConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.export_check import check_adapters, check_export, probe_logits
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.models.loading.save_model import Saved as Writes
 from lightrft.models.loading.save_model import save_model
-from lightrft.models.processors import load_processor
+from lightrft.models.processors import Processor, load_processor
+from lightrft.models.processors.written import check_processor
 from lightrft.models.training_mode import evaluation_mode
 from lightrft.strategy.checkpoint import CheckpointStore
 from lightrft.strategy.manifest import MANIFEST, load_manifest, verify
@@ -187,7 +187,7 @@ def write_policy(
     weights: Path,
     path: Path,
     tokenizer: PreTrainedTokenizerBase,
-    processor: Writes | None,
+    processor: Processor | None,
     *,
     merge: bool = True,
 ) -> None:
@@ -221,7 +221,7 @@ def save_checked(
     actor: Actor,
     path: Path,
     tokenizer: PreTrainedTokenizerBase,
-    processor: Writes | None,
+    processor: Processor | None,
     *,
     merge: bool = True,
 ) -> None:
@@ -235,7 +235,8 @@ def save_checked(
         merge: True merges adapters into the weights. False writes an adapter folder for PEFT.
 
     Raises:
-        ModelError: transformers reads another model, or the adapters cannot be merged.
+        ModelError: transformers reads another model, the folder reads media otherwise, or the
+            adapters cannot be merged.
     """
     with whole_folder(path) as temporary:
         save_model(actor, tokenizer, temporary, processor=processor, merge=merge)
@@ -248,6 +249,9 @@ def save_checked(
             check_export(temporary, expected, tokenizer)
         else:
             check_adapters(temporary, actor.model)
+        if processor is not None:
+            start = tokenizer.name_or_path if merge else None
+            check_processor(temporary, processor, tokenizer, start)
 
 
 def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:

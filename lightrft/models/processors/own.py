@@ -226,7 +226,7 @@ def _call(
         "text_kwargs": {"add_special_tokens": False},
     }
     if kind == "audio":
-        made = own(audio=list(items), **options)
+        made = own(audio=list(items), sampling_rate=_sounds(processor).sampling_rate, **options)
     elif kind == "video":
         made = own(videos=list(items), **options)
     else:

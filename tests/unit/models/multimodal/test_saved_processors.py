@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from lightrft.config.verbs import ExportConfig, SFTConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
-from lightrft.models.processors import load_processor
+from lightrft.models.merging.write_model import copy_small_files
+from lightrft.models.processors import Processor, load_processor
+from lightrft.models.processors.written import check_processor
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media, tiny_tokenizer
+from lightrft.trainer import merge as merge_module
 from lightrft.trainer.merge import run_convert, run_merge
-from lightrft.trainer.saved_policy import run_export
+from lightrft.trainer.saved_policy import run_export, save_checked
 from lightrft.trainer.sft import run_sft
 from lightrft.types import Extent
 from lightrft.utils.errors import ModelError
@@ -32,6 +36,9 @@ from tests.media_helpers import Rig, random_media, rig
 from tests.unit.datasets.media_files import picture
 
 SIZE = (40, 60, 3)
+PICTURES, CLIPS = "preprocessor_config.json", "video_preprocessor_config.json"
+WHOLE = "processor_config.json"
+SMALL = {"shortest_edge": 784, "longest_edge": 1568}
 OF_GEMMA = {
     "boi_token": "<start_of_image>",
     "eoi_token": "<end_of_image>",
@@ -264,3 +271,69 @@ def test_transformers_writes_times_on_frames_by_the_font_of_a_saved_folder(
         colors.append(len(torch.as_tensor(made["pixel_values_videos"]).unique()))
     # A black clip has one value in each channel.
     assert colors[0] > colors[1] == 3
+
+
+@pytest.mark.parametrize("family", ALL_MEDIA_FAMILIES)
+def test_a_saved_folder_reads_items_of_each_kind_as_the_run_did(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rig(family, tmp_path)
+    start = saved(r, tmp_path / "start")
+    check_processor(saved(r, tmp_path / "saved"), r.processor, r.tokenizer, str(start))
+    own = [one for one in caplog.records if one.name.startswith("lightrft")]
+    assert not [one for one in own if one.levelno >= logging.WARNING]
+
+
+DAMAGES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "crops of another size": ("idefics3", PICTURES, {"size": {"longest_edge": 48}}, "placeholders"),
+    "colours of another mean": ("llava", PICTURES, {"image_mean": [0, 0, 0]}, "pixel_values"),
+    "pictures of another size": ("qwen2_vl", PICTURES, {"max_pixels": 784}, "placeholders"),
+    "clips of another size": ("qwen2_5_vl", CLIPS, {"size": SMALL}, "placeholders"),
+    "another number of features": ("idefics3", WHOLE, {"image_seq_len": 7}, "in transformers"),
+    "an unknown class": ("idefics3", WHOLE, {"processor_class": "Missing"}, "in transformers"),
+    "a sound of another rate": ("qwen2_audio", PICTURES, {"hop_length": 80}, "audio"),
+    "other patches": ("gemma3", PICTURES, {"do_normalize": False}, "pixel_values"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_saved_folder_that_reads_an_item_otherwise_is_found(damage: str, tmp_path: Path) -> None:
+    family, file, fields, words = DAMAGES[damage]
+    r = rig(family, tmp_path)
+    start = saved(r, tmp_path / "start")
+    folder = saved(r, tmp_path / "saved")
+    edit(folder / file, **fields)
+    with pytest.raises(ModelError, match=words):
+        check_processor(folder, r.processor, r.tokenizer, str(start))
+
+
+def test_a_model_is_not_written_without_the_limits_of_its_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = rig("idefics3", tmp_path)
+    limited = r.processor.limited(None, 256)
+    monkeypatch.setattr(Processor, "save", lambda self, path: r.processor.parts["image"].save(path))
+    with pytest.raises(ModelError, match="other placeholders than the processor of the run"):
+        save_checked(r.actor, tmp_path / "out", r.tokenizer, limited)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_and_merge_compare_how_the_written_model_reads_media(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_media("idefics3", tmp_path / "start")
+    run_convert(ConvertConfig(path=str(tmp_path / "start"), output=str(tmp_path / "fine")))
+
+    def lossy(config: Path, tokenizer: Path, folder: Path) -> None:
+        copy_small_files(config, tokenizer, folder)
+        edit(folder / "preprocessor_config.json", size={"longest_edge": 48})
+
+    monkeypatch.setattr(merge_module, "copy_small_files", lossy)
+    model = MergeInput(model=str(tmp_path / "start"))
+    for verb in (
+        lambda: run_convert(ConvertConfig(path=model.model, output=str(tmp_path / "out"))),
+        lambda: run_merge(MergeConfig(models=(model, model), output=str(tmp_path / "out"))),
+    ):
+        with pytest.raises(ModelError, match="other placeholders than the processor"):
+            verb()
+        assert not (tmp_path / "out").exists()
