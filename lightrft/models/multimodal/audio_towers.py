@@ -112,7 +112,9 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     seen = (steps < ((own.to(states.device) - 1) // 2 + 1)[:, None]).long()
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=states, attention_mask=seen)
     for layer in tower.layers:
-        states = layer(states, mask)
+        # Stochastic depth, drawn as the tower's own forward draws it.
+        if not (tower.training and tower.layerdrop > 0 and torch.rand([]) < tower.layerdrop):
+            states = layer(states, mask)
     states = tower.layer_norm(tower.avg_pooler(states.transpose(1, 2)).transpose(1, 2))
     features = model.model.multi_modal_projector(states)
     counts = [qwen2_audio_features(n) for n in own.tolist()]

@@ -72,9 +72,12 @@ def test_the_prompt_is_the_one_that_the_familys_own_processor_writes(tmp_path, s
     )
 
 
-def test_features_are_those_of_whole_windows(tmp_path):
+@pytest.mark.parametrize("layerdrop", [0.0, 1.0])
+def test_features_are_those_of_whole_windows(tmp_path, layerdrop):
     """The model's own forward takes every clip filled up to its window with silence, and nothing of ours."""
     r = qwen2_audio(tmp_path, torch.float64)
+    r.actor.base.model.audio_tower.training = True
+    r.actor.base.model.audio_tower.layerdrop = layerdrop
     clips = [sound(n, n) for n in (700, 7000, 16000)]
     own = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), r.tokenizer)
     made = own(
