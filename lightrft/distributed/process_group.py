@@ -47,6 +47,13 @@ NOTICE_SECONDS = 20.0
 """Time after which a rank says that it waits for others at the start."""
 
 
+def has_other_processes() -> bool:
+    """Return ``True`` if torch's default process group has several ranks."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class ProcessGroup(Protocol):
     """A group of processes. ``rank`` is this process's index in ``range(size)``.
 

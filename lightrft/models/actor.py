@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout, ModelConfig
-from lightrft.distributed.process_group import ModelParallelGroup
+from lightrft.distributed.process_group import ModelParallelGroup, has_other_processes
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.attention import interface
 from lightrft.models.attention.embedding_noise import noisy_embeddings
@@ -49,7 +48,7 @@ from lightrft.models.sampled_distribution import (
     TokenFilters,
     temperature_of,
 )
-from lightrft.models.training_mode import attention_dropout, set_training
+from lightrft.models.training_mode import attention_dropout, check_layer_drop, set_training
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 
@@ -351,9 +350,7 @@ class Backbone(nn.Module):
         """
         if self._run_towers is not None:
             return self._run_towers
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return False
-        if not torch.is_grad_enabled():
+        if not has_other_processes() or not torch.is_grad_enabled():
             return False
         # ranks must agree on the gradients that they reduce, whichever of them has media
         trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -363,6 +360,9 @@ class Backbone(nn.Module):
     @run_towers.setter
     def run_towers(self, always: bool | None) -> None:
         self._run_towers = always
+        # Each process draws its own layers, and a call of a sharded layer waits for all processes.
+        if always and self.config.dropout and has_other_processes():
+            check_layer_drop(self.model)
 
     def use_attention(self, kind: str) -> None:
         """Select attention by plan (``flat``) or transformers' own (``padded``).

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightrft.utils.errors import ModelError
+
 Scores = TypeVar("Scores", bound=tuple[Tensor | None, ...])
 
 
@@ -76,6 +78,19 @@ def attention_dropout(config: PreTrainedConfig) -> str | None:
         if "att" in name and "drop" in name and isinstance(rate, int | float) and rate > 0:
             return f"{name} = {rate:g}"
     return None
+
+
+def check_layer_drop(model: nn.Module) -> None:
+    """Raise ``ModelError`` if a part of ``model`` leaves out whole layers at random."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "layerdrop", 0.0)
+        if isinstance(rate, int | float) and rate > 0:
+            raise ModelError(
+                f"model.dropout = true: {name} leaves out layers at random (layerdrop = {rate:g} "
+                "of the model's config), and processes that share a model must run the same "
+                "layers; set model.dropout=false, train in one process, or set that field of "
+                "config.json to 0"
+            )
 
 
 @contextmanager

@@ -190,6 +190,16 @@ def test_a_plan_refuses_dropout_of_attention_weights_that_no_config_field_names(
         logprobs(actor)
 
 
+def test_layers_that_are_left_out_at_random_are_refused_where_processes_share_them(monkeypatch):
+    actor_of("opt", dropout=True).run_towers = True
+    monkeypatch.setattr("lightrft.models.actor.has_other_processes", lambda: True)
+    actor_of("opt").run_towers = True
+    actor_of("gpt2", dropout=True).run_towers = True
+    said = r"model\.dropout = true: .*decoder .*layerdrop = 0\.5.*set model\.dropout=false"
+    with pytest.raises(ModelError, match=said):
+        actor_of("opt", dropout=True).run_towers = True
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_config_that_asks_for_the_loss_of_routers_is_reported_once(family, caplog):
     model = family_model(family, seed=0)
