@@ -71,6 +71,7 @@ RANDOM: dict[str, dict[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "opt": {"dropout": 0.2, "attention_dropout": 0.1, "layerdrop": 0.3},
     "mixtral": {"router_jitter_noise": 0.3},
+    "phimoe": {"input_jitter_noise": 0.3, "router_jitter_noise": 0.3},
 }
 """Families with a random forward, and the fields of their config that make it random."""
 

@@ -29,6 +29,14 @@ def first_step(config: Any, folder: Path) -> dict[str, Any]:
     return read_rows(folder / "run" / "metrics.jsonl")[0]
 
 
+def audio_rows(folder: Path) -> Path:
+    """Write three prompts with a sound each. Return their file."""
+    names = [sound(folder / f"{k}.wav", k, 4000) for k in range(3)]
+    rows = [{"prompt": "who?", "audio": name, "label": "1"} for name in names]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
 def assert_one_policy(row: dict[str, Any]) -> None:
     """Assert that no metric of ``row`` tells the policy from its old self, its sampler or its reference."""
     ones = [name for name in row if name.endswith(("/ratio", "/correction"))]
@@ -62,14 +70,30 @@ def test_a_random_forward_is_no_other_policy(
     assert row["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("model", [{"dropout": True}, {"lora": {"rank": 2, "dropout": 0.3}}])
-def test_a_run_with_dropout_resumes_bit_for_bit(
-    rl_config, random_folder, data_folder, tmp_path, model
+@pytest.mark.parametrize(
+    ("family", "model"),
+    [
+        *((name, {"dropout": True}) for name in (*RANDOM, "qwen2_audio")),
+        ("gpt2", {"lora": {"rank": 2, "dropout": 0.3}}),
+    ],
+)
+def test_a_run_with_a_random_forward_resumes_bit_for_bit(
+    rl_config, random_folder, data_folder, tmp_path, family, model
 ):
-    def config(name: str, steps: int) -> Any:
+    base = tmp_path / "tower" if family == "qwen2_audio" else random_folder(family)
+    rows = data_folder / "train.jsonl"
+    if family == "qwen2_audio":
+        save_tiny_media(family, base)
+        settings = json.loads((base / "config.json").read_text())
+        settings["audio_config"]["encoder_layerdrop"] = 0.5
+        (base / "config.json").write_text(json.dumps(settings))
+        rows = audio_rows(tmp_path)
+
+    def config(name: str, steps: int, **over: Any) -> Any:
         tree = {
             "run": {"name": name},
-            "model": {"path": str(random_folder("gpt2")), **model},
+            "model": {"path": str(base), **model, **over},
+            "data": {"sources": [{"path": str(rows)}]},
             "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
             "train": {"steps": steps, "num_mini_batches": 2},
             "optimizer": {"schedule": "constant"},
@@ -81,10 +105,12 @@ def test_a_run_with_dropout_resumes_bit_for_bit(
     run_rl(config("parts", 1))
     torch.rand(7)  # another process has used its generators in another way
     run_rl(config("parts", 3))
-    whole, parts = (
-        load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "parts")
+    run_rl(config("still", 3, dropout=False, **({"lora": {"rank": 2}} if "lora" in model else {})))
+    whole, parts, still = (
+        load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "parts", "still")
     )
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert not all(torch.equal(whole[name], still[name]) for name in whole)
 
 
 SAMPLING: list[dict[str, Any]] = [
@@ -170,12 +196,9 @@ def test_what_the_model_reads_as_media_is_no_token_of_the_policy(
     # In about half of the places, one of these tokens is by far the likeliest.
     weights["lm_head.weight"][media] *= 30
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    names = [sound(tmp_path / f"{k}.wav", k, 4000) for k in range(3)]
-    rows = [{"prompt": "who?", "audio": name, "label": "1"} for name in names]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     over = {
         "model": {"path": str(folder)},
-        "data": {"sources": [{"path": str(tmp_path / "rows.jsonl")}]},
+        "data": {"sources": [{"path": str(audio_rows(tmp_path))}]},
         "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
         "sampling": {"max_new_tokens": 8, **sampling},
     }

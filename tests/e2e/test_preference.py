@@ -23,7 +23,7 @@ from lightrft.observability.observer import NullObserver
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.preference.run import run_preference
 from tests.e2e.command import assert_refused, command
-from tests.e2e.finished import assert_a_kill_changes_nothing, steady, weights
+from tests.e2e.finished import assert_a_kill_changes_nothing, assert_same_run, steady, weights
 
 KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
@@ -146,6 +146,23 @@ def test_a_random_forward_starts_at_the_loss_of_a_policy_that_is_its_reference(
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["preference/margin"] == pytest.approx(0, abs=1e-6)
     assert first["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("verb", ["dpo", "kto"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
+def test_a_run_with_a_random_forward_resumes_bit_for_bit(
+    request, random_folder, tmp_path, verb, family
+):
+    run, model = request.getfixturevalue(verb), {"path": str(random_folder(family))}
+    noisy = {"model": {**model, "dropout": True}, "optimizer": {"schedule": "constant"}}
+    run(noisy, run={"name": "whole"})
+    run(noisy, run={"name": "parts"}, train={"steps": 1})
+    torch.rand(7)  # Another process has used its generators in another way.
+    run(noisy, run={"name": "parts"})
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    run(noisy, run={"name": "still"}, model={"dropout": False})
+    whole, still = weights(tmp_path / "whole"), weights(tmp_path / "still")
+    assert not all(torch.equal(whole[name], still[name]) for name in whole)
 
 
 @pytest.mark.parametrize("dropout", [False, True])
@@ -397,19 +414,23 @@ def test_the_best_checkpoint_by_the_held_out_rows_is_exported(dpo, files, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("verb", "preset", "where"),
+    ("verb", "preset", "where", "family"),
     [
-        ("dpo", "dpo", "backward"),
-        ("dpo", "dpo", "checkpoint manifest"),
+        ("dpo", "dpo", "backward", None),
+        ("dpo", "dpo", "checkpoint manifest", None),
         # Running numbers are part of a checkpoint.
-        ("dpo", "beta_dpo", "update"),
-        ("kto", "kto", "backward"),
-        ("kto", "bco", "after checkpoint"),
+        ("dpo", "beta_dpo", "update", None),
+        ("kto", "kto", "backward", None),
+        ("kto", "bco", "after checkpoint", None),
+        ("dpo", "dpo", "update", "mixtral"),
+        ("kto", "kto", "update", "opt"),
     ],
 )
 def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(
-    tree, tmp_path, files, verb, preset, where
+    tree, tmp_path, files, random_folder, verb, preset, where, family
 ):
+    if family is not None:
+        tree["model"] |= {"path": str(random_folder(family)), "dropout": True}
     rows = files / ("pairs.jsonl" if verb == "dpo" else "labelled.jsonl")
     tree = deep_merge(
         tree,

@@ -114,6 +114,22 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, whe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "opt"])
+def test_a_killed_run_with_a_random_forward_ends_bit_for_bit_like_one_that_was_not(
+    tree, tmp_path, random_folder, family
+):
+    model = {"path": str(random_folder(family)), "dropout": True}
+    tree = deep_merge(tree, {"model": model, "train": {"steps": 2}})
+    whole = start(tree, "whole", "never", 0, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    killed = start(tree, "killed", "update", 10, tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = start(tree, "killed", "never", 0, tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert_same_end(tmp_path / "whole", tmp_path / "killed", 2)
+
+
+@pytest.mark.slow
 def test_pass_rates_scales_of_terms_and_carried_over_groups_survive_a_kill(tree, tmp_path):
     rollout = {"oversample": 1.5, "carry_over": True, "curriculum": {"name": "priority"}}
     together = {"min_new_tokens": 6}  # so that groups are left over
