@@ -360,7 +360,7 @@ class Backbone(nn.Module):
     @run_towers.setter
     def run_towers(self, always: bool | None) -> None:
         self._run_towers = always
-        # Each process draws its own layers, and a call of a sharded layer waits for all processes.
+        # Each process chooses its own layers, and a call of a sharded layer waits for all processes.
         if always and self.config.dropout and has_other_processes():
             check_layer_drop(self.model)
 

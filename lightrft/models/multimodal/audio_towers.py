@@ -112,7 +112,7 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     seen = (steps < ((own.to(states.device) - 1) // 2 + 1)[:, None]).long()
     mask = create_bidirectional_mask(config=tower.config, inputs_embeds=states, attention_mask=seen)
     for layer in tower.layers:
-        # Stochastic depth, drawn as the tower's own forward draws it.
+        # Stochastic depth, with the same random numbers as in the tower's own forward.
         if not (tower.training and tower.layerdrop > 0 and torch.rand([]) < tower.layerdrop):
             states = layer(states, mask)
     states = tower.layer_norm(tower.avg_pooler(states.transpose(1, 2)).transpose(1, 2))
