@@ -158,48 +158,131 @@ def prompt_of(r: Rig, folder: Path, row: dict[str, Any], **media: Any) -> Any:
     return prompt
 
 
+def told_by_omni(taken: list[int], **videos: Any) -> float:
+    """Return the seconds of a patch of frames that the processor of Qwen2.5-Omni tells its model."""
+    module = importlib.import_module("transformers.models.qwen2_5_omni.processing_qwen2_5_omni")
+    grid = torch.tensor([[(len(taken) + 1) // 2, 2, 2]])
+
+    class Frames:
+        temporal_patch_size = 2
+
+        def __call__(self, *given: Any, **kwargs: Any) -> dict[str, Any]:
+            return {"video_grid_thw": grid}
+
+    without = SimpleNamespace(video_processor=Frames(), replace_video_token=lambda *a, **k: "")
+    process = module.Qwen2_5OmniProcessor._process_videos
+    made, _ = process(without, [taken], videos_kwargs=videos)
+    return made["video_second_per_grid"][0]
+
+
 @pytest.mark.parametrize("name", ["c.mp4", "c.mkv"])
 @pytest.mark.parametrize(("rate", "frames"), [(15, 60), (25, 100), (15, 36), (25, 3)])
 def test_positions_and_log_probs_of_a_clip_are_those_of_its_sampled_rate(
     own: Any, eyes: dict[str, Rig], rate: int, frames: int, name: str, tmp_path: Path
 ) -> None:
     r = eyes["qwen2_5_vl"]
+    taken = indices(own, "qwen2_5_vl", frames, rate, fps=2.0)
+    seconds = 2 / VideoMetadata(frames, fps=rate, frames_indices=taken).sampled_fps
     clip(tmp_path / name, frames=frames, rate=rate)
     prompt = prompt_of(r, tmp_path, {"prompt": "<video>then?", "video": name})
-    taken = indices(own, "qwen2_5_vl", frames, rate, fps=2.0)
-    metadata = VideoMetadata(frames, fps=rate, frames_indices=taken)
-    seconds = 2 / metadata.sampled_fps
-    media = {key: rows.values for key, rows in prompt.media.items()}
-    assert media["video_grid_thw"][0, 0] == (len(taken) + 1) // 2
-    assert media["second_per_grid_ts"].tolist() == pytest.approx([seconds])
-    merged = merge_multimodal_inputs(r.actor.base, r.actor.family, Segments.of_prompts([prompt]))
-    assert merged is not None and merged.positions is not None
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(r.path)
     ids = torch.tensor([prompt.token_ids])
     types = 2 * (ids == r.processor.tokens["video"]).long()
     model = {
         "mm_token_type_ids": types,
-        "video_grid_thw": media["video_grid_thw"],
+        "video_grid_thw": prompt.media["video_grid_thw"].values,
         "second_per_grid_ts": torch.tensor([seconds]),
     }
-    positions, _ = r.actor.base.model.get_rope_index(ids, **model)
-    assert torch.equal(merged.positions, positions[:, 0])
+    positions, _ = plain.model.get_rope_index(ids, **model)
+    merged = compare_clip(r, prompt, positions, len(taken), seconds)
+    model["mm_token_type_ids"] = torch.cat([types, torch.zeros(1, 3, dtype=torch.long)], 1)
+    compare_log_probs(r, prompt, plain, model)
     if (rate, frames) in ((15, 60), (25, 100)):
-        first = prompt.token_ids.index(r.processor.tokens["video"])
-        steps = merged.positions[0, types[0] > 0].unique() - first
-        per_second = r.actor.base.config.vision_config.tokens_per_second
-        assert steps.tolist() == [second * per_second for second in range(4)]
+        assert steps(r, prompt, merged) == whole_seconds(r)
+
+
+@pytest.mark.parametrize(
+    ("rate", "frames", "media"),
+    [
+        *((rate, 4 * rate, {}) for rate in (8, 12, 15, 24, 25, 30, 60)),
+        *((rate, 7, {}) for rate in (5, 15, 25)),
+        *((15, 45, {"fps": fps}) for fps in (1.0, 3.0, 4.0)),
+        (25, 50, {"fps": 5.0}),
+    ],
+)
+def test_positions_and_log_probs_of_a_clip_of_omni_are_those_of_the_requested_rate(
+    own: Any,
+    eyes: dict[str, Rig],
+    rate: int,
+    frames: int,
+    media: dict[str, float],
+    tmp_path: Path,
+) -> None:
+    """The processor of Qwen2.5-Omni tells its model the requested rate, not the sampled one."""
+    family = "qwen2_5_omni_thinker"
+    r = eyes[family]
+    taken = indices(own, family, frames, rate, **{"fps": 2.0, **media})
+    seconds = told_by_omni(taken, **media)
+    clip(tmp_path / "c.mp4", frames=frames, rate=rate)
+    row = {"prompt": "<video>then?", "video": "c.mp4"}
+    prompt = prompt_of(r, tmp_path, row, **media)
+    plain = transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(r.path)
+    ids = torch.tensor([prompt.token_ids])
+    grid = prompt.media["video_grid_thw"].values
+    told = torch.tensor([seconds])
+    positions, _ = plain.get_rope_index(
+        ids, None, grid, torch.ones_like(ids), False, second_per_grids=told
+    )
+    merged = compare_clip(r, prompt, positions, len(taken), seconds)
+    model = {
+        "video_grid_thw": grid,
+        "video_second_per_grid": told,
+        "attention_mask": torch.ones(1, ids.shape[1] + 3, dtype=torch.long),
+    }
+    compare_log_probs(r, prompt, plain, model)
+    if frames == 4 * rate:
+        assert steps(r, prompt, merged) == whole_seconds(r)
+
+
+def compare_clip(
+    r: Rig, prompt: Any, positions: torch.Tensor, taken: int, seconds: float
+) -> torch.Tensor:
+    """Compare frames, rate and positions of a prompt of one clip. Return the positions."""
+    media = {key: rows.values for key, rows in prompt.media.items()}
+    assert media["video_grid_thw"][0, 0] == (taken + 1) // 2
+    assert media["second_per_grid_ts"].tolist() == pytest.approx([seconds])
+    merged = merge_multimodal_inputs(r.actor.base, r.actor.family, Segments.of_prompts([prompt]))
+    assert merged is not None and merged.positions is not None
+    assert torch.equal(merged.positions, positions[:, 0])
+    return merged.positions
+
+
+def compare_log_probs(r: Rig, prompt: Any, plain: Any, model: dict[str, torch.Tensor]) -> None:
+    """Compare the log-probs of a response with those of ``plain``, the model of transformers."""
     answer = [5, 6, 7]
     batch = Batch(Segments.of_prompts([prompt]), Segments.of([answer]), torch.tensor([0]))
-    whole = torch.cat([ids, torch.tensor([answer])], 1)
-    model["mm_token_type_ids"] = torch.cat([types, torch.zeros(1, 3, dtype=torch.long)], 1)
-    plain = transformers.AutoModelForImageTextToText.from_pretrained(r.path)
+    whole = torch.tensor([[*prompt.token_ids, *answer]])
+    pixels = prompt.media["pixel_values_videos"].values
     with torch.no_grad():
-        logits = plain(
-            input_ids=whole, pixel_values_videos=media["pixel_values_videos"], **model
-        ).logits[0, -4:-1]
+        logits = plain(input_ids=whole, pixel_values_videos=pixels, **model).logits[0, -4:-1]
         expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor(answer)]
         found = r.actor.score(batch).logprobs
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def steps(r: Rig, prompt: Any, positions: torch.Tensor) -> list[int]:
+    """Return the time positions of a clip, from the first on."""
+    shown = torch.tensor(prompt.token_ids) == r.processor.tokens["video"]
+    times = positions[0, shown].unique()
+    return (times - times[0]).tolist()
+
+
+def whole_seconds(r: Rig) -> list[int]:
+    """Return the time positions of a clip of four seconds."""
+    config = r.actor.base.config
+    per_second = getattr(config, "position_id_per_seconds", None)
+    per_second = per_second or config.vision_config.tokens_per_second
+    return [second * per_second for second in range(4)]
 
 
 def test_frames_of_a_rate_that_changes_go_by_their_times(eyes: dict[str, Rig]) -> None:
