@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.verbs import RLConfig
+from lightrft.config.verbs import DistillVerbConfig, GenerateConfig, RLConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sft_dataset import SFTDataset
@@ -25,40 +25,53 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor, load_processor
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.rollout.eval_prompts import load_prompts
+from lightrft.trainer.distill.data import load_rows, load_shown
 from lightrft.utils.errors import UserError
-from tests.unit.datasets.media_files import picture
+from tests.unit.datasets.media_files import clip, picture, sound
 from tests.unit.datasets.published_templates import PUBLISHED
 
-EYE = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
+FAMILY = "qwen2_5_omni_thinker"
+"""A family that reads every kind of media."""
+FILES = {"image": ["a.png", "b.png"], "video": ["a.mp4", "b.mp4"], "audio": ["a.wav", "b.wav"]}
+COUNTED = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature_lengths"}
+"""The input that has a row for each item of a kind."""
 CALL_ID = "abcdefghi"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model that reads pictures, and two pictures."""
+    """With a model that reads media, and two files of each kind."""
     path = tmp_path_factory.mktemp("rows")
-    save_tiny_media("qwen2_5_vl", path / "eye")
+    save_tiny_media(FAMILY, path / "model")
     picture(path / "a.png", 20, 30, seed=1)
     picture(path / "b.png", 32, 16, seed=2)
+    clip(path / "a.mp4", frames=4, height=16, width=32)
+    clip(path / "b.mp4", frames=8, height=32, width=16)
+    sound(path / "a.wav", 0.1)
+    sound(path / "b.wav", 0.2)
     return path
 
 
 @lru_cache(maxsize=1)
-def own_processor(path: str) -> Processor:
+def own_processor(path: str) -> tuple[Processor, dict[str, str], tuple[str, ...]]:
+    """The processor of a model, the text of each placeholder, and its special tokens."""
     model = ModelConfig(path=path)
-    found = load_processor(model, load_tokenizer(model))
+    tokenizer = load_tokenizer(model)
+    found = load_processor(model, tokenizer)
     assert found is not None
-    return found
+    texts = {kind: tokenizer.convert_ids_to_tokens(one) for kind, one in found.tokens.items()}
+    return found, texts, tuple(tokenizer.get_added_vocab())
 
 
+@lru_cache(maxsize=2)
 def reader_of(name: str, folder: Path) -> tuple[Any, Processor]:
-    """A tokenizer of a published format that has the tokens of pictures too, and its processor."""
+    """A tokenizer of a published format that has the tokens of media too, and its processor."""
     form = PUBLISHED[name]
-    special = dict.fromkeys((*form.special, form.eos, *EYE))
+    own, texts, marks = own_processor(str(folder / "model"))
+    special = dict.fromkeys((*form.special, form.eos, *marks))
     tokenizer = tiny_tokenizer(special=tuple(special), chat_template=form.template)
     tokenizer.eos_token = form.eos
-    own = own_processor(str(folder / "eye"))
-    texts = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     tokens = {kind: tokenizer.convert_tokens_to_ids(text) for kind, text in texts.items()}
     return tokenizer, replace(own, tokens=tokens)
 
@@ -70,7 +83,7 @@ class Row:
         self.draw = draw
         self.texts: dict[str, str] = {}
         self.columns: dict[str, Any] = {}
-        self.pictures: list[str] = []
+        self.media: list[tuple[str, str]] = []
 
     def text(self, field: str) -> str:
         """Return a text that no other field has."""
@@ -82,16 +95,18 @@ class Row:
         return self.draw(st.booleans())
 
     def user(self) -> dict[str, Any]:
-        """Return a message of the user with any number of pictures, in one of the forms."""
+        """Return a message of the user with any number of items, in one of the forms."""
         text, form = self.text("content"), self.draw(st.sampled_from(["text", "mark", "parts"]))
         if form == "text":
             return {"role": "user", "content": text}
-        names = self.draw(st.lists(st.sampled_from(["a.png", "b.png"]), min_size=1, max_size=2))
-        self.pictures += names
+        kinds = self.draw(st.lists(st.sampled_from(sorted(FILES)), min_size=1, max_size=2))
+        items = [(kind, self.draw(st.sampled_from(FILES[kind]))) for kind in kinds]
+        self.media += items
         if form == "mark":
-            self.columns.setdefault("images", []).extend(names)
-            return {"role": "user", "content": f"{'<image>' * len(names)}{text}"}
-        parts = [{"type": "image", "image": one} for one in names]
+            for kind, name in items:
+                self.columns.setdefault(f"{kind}s", []).append(name)
+            return {"role": "user", "content": "".join(f"<{kind}>" for kind in kinds) + text}
+        parts = [{"type": kind, kind: name} for kind, name in items]
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
     def turns(self) -> list[dict[str, Any]]:
@@ -170,8 +185,33 @@ def outcomes(row: Row, folder: Path, name: str) -> dict[str, Any]:
             data, tokenizer, kind="pair", max_tokens=5000, seed=0, processor=processor
         )
 
+    def distill(on_policy: float) -> tuple[DistillVerbConfig, Any]:
+        data = {**written("distill", row.columns), "turns": "last"}
+        tree = {
+            "data": data,
+            "distill": {"on_policy": on_policy},
+            "batch_size": 1,
+            "max_tokens": 5000,
+        }
+        config = build(DistillVerbConfig, tree)
+        return config, load_rows(config, tokenizer, processor)
+
+    def distill_given() -> Any:
+        return distill(0.0)[1]
+
+    def distill_sampled() -> Any:
+        return distill(1.0)[1]
+
+    def teacher() -> Any:
+        config, dataset = distill(0.0)
+        return load_shown(config, config.data, dataset, tokenizer, processor)
+
+    def generate() -> Any:
+        data = build(GenerateConfig, {"data": written("generate", row.columns)}).data
+        return load_prompts(data, tokenizer, 0, processor, None, "data.sources")
+
     found: dict[str, Any] = {}
-    for make in (rl, held_out, sft, dpo):
+    for make in (rl, held_out, generate, distill_sampled, teacher, sft, distill_given, dpo):
         try:
             dataset = make()
             found[make.__name__] = (dataset, dataset[0])
@@ -180,7 +220,7 @@ def outcomes(row: Row, folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-SAMPLED = ("rl", "held_out")
+SAMPLED = ("rl", "held_out", "generate", "distill_sampled", "teacher")
 """Verbs that generate. The last turn of a row is no part of their prompts."""
 
 
@@ -211,7 +251,8 @@ def test_all_that_a_row_carries_is_encoded_or_named_and_every_verb_has_one_promp
     prompts = {verb: tokens_of(verb, example) for verb, (_, example) in read.items()}
     assert len({tuple(tokens) for tokens in prompts.values()}) <= 1, (row.columns, prompts.keys())
     # What one verb cannot read, no other reads but for the last turn.
-    assert not errors or set(errors) == set(found) or set(read) == set(SAMPLED), errors
+    prompted = set(SAMPLED) - {"teacher"}
+    assert not errors or set(errors) == set(found) or set(read) == prompted, errors
     tokenizer, processor = reader_of(name, folder)
     for verb, (dataset, example) in read.items():
         ids = prompts[verb] + ([] if verb in SAMPLED else response_of(verb, example))
@@ -224,12 +265,16 @@ def test_all_that_a_row_carries_is_encoded_or_named_and_every_verb_has_one_promp
             named = field in unread or any(re.search(rf"\b{field}\b", line) for line in told)
             assert one in text or answered or earlier or named, (verb, one, field, text)
         media = example.media if verb in SAMPLED else example.prompt_media
-        pictures = len(media["image_grid_thw"].values) if media else 0
-        assert pictures == len(row.pictures), (verb, row.columns)
         inputs = {key: rows.values for key, rows in media.items()}
-        count = processor.parts["image"].count(inputs) if media else 0
-        assert ids.count(processor.tokens["image"]) == count
+        for kind, part in processor.parts.items():
+            items = [one for one, _ in row.media].count(kind)
+            rows = inputs.get(COUNTED[kind], ())
+            assert len(rows) == items, (verb, kind, row.columns)
+            count = part.count(inputs) if items else 0
+            assert ids.count(processor.tokens[kind]) == count, (verb, kind)
 
 
 def response_of(verb: str, example: Any) -> list[int]:
-    return list(example.response_ids if verb == "sft" else example.responses[0].token_ids)
+    return list(
+        example.response_ids if verb in ("sft", "distill_given") else example.responses[0].token_ids
+    )
