@@ -94,20 +94,21 @@ class Row:
     def maybe(self) -> bool:
         return self.draw(st.booleans())
 
-    def user(self) -> dict[str, Any]:
-        """Return a message of the user with any number of items, in one of the forms."""
+    def message(self, role: str, **fields: Any) -> dict[str, Any]:
+        """Return a message of a role with any number of items, in one of the forms."""
         text, form = self.text("content"), self.draw(st.sampled_from(["text", "mark", "parts"]))
         if form == "text":
-            return {"role": "user", "content": text}
+            return {"role": role, "content": text, **fields}
         kinds = self.draw(st.lists(st.sampled_from(sorted(FILES)), min_size=1, max_size=2))
         items = [(kind, self.draw(st.sampled_from(FILES[kind]))) for kind in kinds]
         self.media += items
         if form == "mark":
             for kind, name in items:
                 self.columns.setdefault(f"{kind}s", []).append(name)
-            return {"role": "user", "content": "".join(f"<{kind}>" for kind in kinds) + text}
+            marks = "".join(f"<{kind}>" for kind in kinds)
+            return {"role": role, "content": marks + text, **fields}
         parts = [{"type": kind, kind: name} for kind, name in items]
-        return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+        return {"role": role, "content": [*parts, {"type": "text", "text": text}], **fields}
 
     def turns(self) -> list[dict[str, Any]]:
         """Return a question, an answer, and a call with its result between them where there is one."""
@@ -115,14 +116,14 @@ class Row:
         # Most formats refuse it, and rows that are refused prove little.
         if self.draw(st.integers(0, 4)) == 4:
             answer["reasoning_content"] = self.text("reasoning_content")
-        question, found = self.user(), [answer]
+        question, found = self.message("user"), [answer]
         if self.maybe():
             function = {
                 "name": self.text("tool_calls"),
                 "arguments": {"a": self.text("tool_calls")},
             }
             call = {"id": CALL_ID, "type": "function", "function": function}
-            result = {"role": "tool", "content": self.text("content"), "tool_call_id": CALL_ID}
+            result = self.message("tool", tool_call_id=CALL_ID)
             found = [{"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
         return [question, *found]
 
