@@ -41,11 +41,11 @@ class EvenFrames:
     """Frames in equal steps from the first, as ``default_sample_indices_fn``.
 
     Attributes:
-        nominal: Positions follow the requested rate, not the selected one, unless there are more
-            than ``max_frames`` frames (``Qwen2_5OmniProcessor``).
+        nominal: Rate from which positions follow for an exact number of frames. They follow the
+            requested rate otherwise (``Qwen2_5OmniProcessor``). None for the selected rate.
     """
 
-    nominal: bool = False
+    nominal: float | None = None
 
     def select(self, total: int, rate: float, request: FrameRequest) -> list[int]:
         """Return ascending indices of the selected frames.
@@ -79,10 +79,10 @@ class EvenFrames:
             count: Number of selected frames.
             request: Frames that are asked for.
         """
-        by_rate = self.nominal and request.nframes is None
-        if by_rate and request.fps and total / rate * request.fps < request.max_frames + 1:
-            return request.fps
-        return count / total * rate
+        asked = request.fps if request.nframes is None else self.nominal
+        if self.nominal is None or asked is None:
+            return count / total * rate
+        return asked
 
     def _whole(self, count: int) -> int:
         """Return the number of frames for a request of exactly ``count`` frames."""

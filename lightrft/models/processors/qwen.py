@@ -58,8 +58,8 @@ def build(
     kinds: dict[str, QwenVideo] = {
         "qwen2_vl": plain,
         "qwen2_5_vl": timed,
-        # its processor tells the model the requested rate
-        "qwen2_5_omni_thinker": replace(timed, frames=PairedFrames(nominal=True), per_second=None),
+        # its processor tells the model the requested rate, also of a clip that has fewer frames
+        "qwen2_5_omni_thinker": replace(timed, frames=PairedFrames(nominal=2.0), per_second=None),
     }
     # the video processor of Qwen3 has no limits of these names
     pairs = {name: value for name, value in shared.items() if "_pixels" not in name}

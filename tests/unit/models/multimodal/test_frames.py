@@ -104,7 +104,7 @@ def test_the_frames_of_a_clip_are_those_that_transformers_samples(
     assert found == [k for k in expected if k < total]
     told = rule(eyes, family).rate(total, rate, len(found), asked)
     seen = VideoMetadata(total, fps=rate, frames_indices=found).sampled_fps
-    if family == "qwen2_5_omni_thinker" and total / rate * fps < most + 1:
+    if family == "qwen2_5_omni_thinker":
         # its processor tells the requested rate
         assert told == fps
     else:
@@ -208,6 +208,9 @@ def test_positions_and_log_probs_of_a_clip_are_those_of_its_sampled_rate(
         *((rate, 7, {}) for rate in (5, 15, 25)),
         *((15, 45, {"fps": fps}) for fps in (1.0, 3.0, 4.0)),
         (25, 50, {"fps": 5.0}),
+        *((rate, 4 * rate, {"max_frames": 4}) for rate in (15, 25)),
+        (15, 60, {"fps": 4.0, "max_frames": 6}),
+        *((rate, 2 * rate, {"nframes": 8}) for rate in (15, 25)),
     ],
 )
 def test_positions_and_log_probs_of_a_clip_of_omni_are_those_of_the_requested_rate(
@@ -215,17 +218,22 @@ def test_positions_and_log_probs_of_a_clip_of_omni_are_those_of_the_requested_ra
     eyes: dict[str, Rig],
     rate: int,
     frames: int,
-    media: dict[str, float],
+    media: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     """The processor of Qwen2.5-Omni tells its model the requested rate, not the sampled one."""
     family = "qwen2_5_omni_thinker"
     r = eyes[family]
-    taken = indices(own, family, frames, rate, **{"fps": 2.0, **media})
+    if "nframes" in media:
+        taken = indices(own, family, frames, rate, num_frames=media["nframes"])
+    else:
+        taken = indices(own, family, frames, rate, **{"fps": 2.0, **media})
     seconds = told_by_omni(taken, **media)
     clip(tmp_path / "c.mp4", frames=frames, rate=rate)
-    row = {"prompt": "<video>then?", "video": "c.mp4"}
-    prompt = prompt_of(r, tmp_path, row, **media)
+    exact = {"nframes": media["nframes"]} if "nframes" in media else {}
+    parts = [{"type": "video", "video": "c.mp4", **exact}, {"type": "text", "text": "then?"}]
+    row = {"messages": [{"role": "user", "content": parts}]}
+    prompt = prompt_of(r, tmp_path, row, **{k: v for k, v in media.items() if k not in exact})
     plain = transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(r.path)
     ids = torch.tensor([prompt.token_ids])
     grid = prompt.media["video_grid_thw"].values
@@ -240,7 +248,7 @@ def test_positions_and_log_probs_of_a_clip_of_omni_are_those_of_the_requested_ra
         "attention_mask": torch.ones(1, ids.shape[1] + 3, dtype=torch.long),
     }
     compare_log_probs(r, prompt, plain, model)
-    if frames == 4 * rate:
+    if frames == 4 * rate and not media:
         assert steps(r, prompt, merged) == whole_seconds(r)
 
 
