@@ -9,6 +9,7 @@ import pytest
 from lightrft.serving.chat.messages import as_chat
 from lightrft.serving.chat.tool_calls import find_calls, read_tools, with_parsed_arguments
 from lightrft.serving.problems import HTTPProblem
+from tests.unit.rewards.test_linear_time import grows_faster_than_the_text
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -115,3 +116,10 @@ def test_a_call_without_arguments_has_none(text):
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": text}}
     [message] = with_parsed_arguments([{"role": "assistant", "tool_calls": [call]}])
     assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\t", "\u00a0"])
+def test_a_long_run_of_blanks_in_a_call_takes_linear_time(blank: str) -> None:
+    """A response of 20,000 characters took 5 s of the server."""
+    long, short = (f"<tool_call>a{blank * size}b" for size in (20_000, 5_000))
+    assert not grows_faster_than_the_text(lambda text: find_calls(text, TOOLS), long, short)
