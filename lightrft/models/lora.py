@@ -532,7 +532,11 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _untie(model: PreTrainedModel) -> None:
-    """Set ``tie_word_embeddings`` to ``False`` if head and embeddings are different tensors."""
+    """Set ``tie_word_embeddings`` to ``False`` if head and embeddings are different tensors.
+
+    transformers then ties no other weights either, such as those of layers that Zamba shares, so
+    each of them gets a tensor of its own.
+    """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is embeddings.weight:
         return
@@ -540,3 +544,10 @@ def _untie(model: PreTrainedModel) -> None:
         if hasattr(settings, "tie_word_embeddings"):
             settings.tie_word_embeddings = False
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    seen: set[int] = set()
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if id(weight) in seen:
+            module, _, last = name.rpartition(".")
+            copied = nn.Parameter(weight.detach().clone(), False)
+            model.get_submodule(module).register_parameter(last, copied)
+        seen.add(id(weight))

@@ -32,7 +32,6 @@ from lightrft.trainer.sft import run_sft
 from tests.e2e.command import command
 from tests.media_helpers import random_media, rig, rig_in
 from tests.unit.models.multimodal.test_saved_processors import OF_GEMMA
-from tests.unit.models.test_lora import KINDS, check_written_adapters
 
 MARK = "results: "
 READER = Path(__file__).with_name("read_folders.py")
@@ -267,9 +266,3 @@ def test_every_verb_writes_what_both_versions_read(family, tmp_path, capsys):
             assert result != good, (name, "no longer different")
         else:
             assert result == good, name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", [name for name in TEXT if name != "hrm_text"])
-def test_adapters_of_every_kind_and_family_are_written(family, kind, tmp_path):
-    check_written_adapters(family, kind, tmp_path)

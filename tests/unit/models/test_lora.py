@@ -14,15 +14,20 @@ from lightrft.models.families import FAMILIES
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.lora import add_adapters, merged_model, saved_modules
-from lightrft.models.tiny.text_families import family_model
+from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_model
 from lightrft.utils.errors import ModelError
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any] | None] = {
     "lora": {},
     "dora": {"dora": True},
     "rslora": {"rslora": True},
     "dropout": {"dropout": 0.1},
+    "full": None,
+    "a whole head": {"modules_to_save": ("head",)},
+    "whole embeddings": {"modules_to_save": ("embeddings",)},
 }
+"""Settings of adapters. None trains all weights. A name of a part stands for the family's own."""
+TEXT = [name for name in TEXT_FAMILIES if not FAMILIES[name].refused]
 IDS = torch.arange(4, 12)[None]
 SOME = {
     "mixtral": "stacked experts",
@@ -33,14 +38,26 @@ SOME = {
     "falcon": "a linear layer with a forward of its own",
     "mamba": "a kernel that reads the weight of out_proj",
     "gpt2": "Conv1D",
+    "zamba": "layers that share their weights",
 }
 
 
-def check_written_adapters(family: str, kind: str, folder: Path) -> None:
-    """Train adapters for one step, write the model, and compare its logits with the trained model's."""
+def lora_of(base: Any, kind: str) -> LoRAConfig | None:
+    """Return the settings of ``kind`` for a model, with the names of its head and its embeddings."""
+    given = KINDS[kind]
+    if given is None:
+        return None
+    parts = {base.get_output_embeddings(): "head", base.get_input_embeddings(): "embeddings"}
+    names = {parts[m]: name for name, m in base.named_modules() if m in parts}
+    saved = tuple(names[part] for part in given.get("modules_to_save", ()))
+    return LoRAConfig(rank=2, alpha=4, **{**given, "modules_to_save": saved})
+
+
+def check_written_model(family: str, kind: str, folder: Path) -> None:
+    """Train for one step, write the model, and compare its logits with the trained model's."""
     base = family_model(family)
     base.save_pretrained(folder / "base")
-    lora = LoRAConfig(rank=2, alpha=4, **KINDS[kind])
+    lora = lora_of(base, kind)
     settings = ModelConfig(path=str(folder / "base"), lora=lora)
     model: Any = build_model(settings, "cpu", None)[0].eval()
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
@@ -52,7 +69,7 @@ def check_written_adapters(family: str, kind: str, folder: Path) -> None:
                 break
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= 2 * parameter.grad
+                    parameter -= 2 * parameter.grad if lora else 0.01 * parameter.grad.sign()
             trained = model(input_ids=IDS, use_cache=False).logits
     save_model(model, None, folder / "model")
     loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -68,15 +85,17 @@ def check_written_adapters(family: str, kind: str, folder: Path) -> None:
     assert float((found - trained).abs().max()) < 1e-4 * size
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "full", "a whole head"])
 @pytest.mark.parametrize("family", SOME)
-def test_the_written_model_computes_what_the_adapted_one_does(tmp_path, family, kind):
-    check_written_adapters(family, kind, tmp_path)
+def test_the_written_model_computes_what_the_trained_one_does(tmp_path, family, kind):
+    check_written_model(family, kind, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["rslora", "dropout"])
-def test_the_scale_and_the_dropout_of_adapters_are_written_too(tmp_path, kind):
-    check_written_adapters("mixtral", kind, tmp_path)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", TEXT)
+def test_every_family_trained_in_every_way_is_written(tmp_path, family, kind):
+    check_written_model(family, kind, tmp_path)
 
 
 def test_experts_cannot_have_adapters_and_be_trained_whole():
