@@ -47,7 +47,9 @@ def replay(
 
     The batch keeps the columns that earlier phases of the run computed. Weights, optimizer and
     coefficients come from the checkpoint before the step, so the same settings give the same
-    numbers. The run is not changed. The random generators of this process are seeded.
+    numbers. Tokens that were not finite are left out of the saved batch, so
+    ``policy/nonfinite_tokens`` is 0. The run is not changed. The random generators of this process
+    are seeded.
 
     Args:
         folder: run folder.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightrft.diagnostics.replay import NAMES, replay
 from lightrft.observability.trackers import read_rows
 from lightrft.rollout.serialization import load_batch
+from lightrft.trainer import phases
 from lightrft.trainer.rl import run_rl
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
@@ -46,6 +50,33 @@ def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[step - 1]
     found = again.metrics.compute()
     assert found and {k: v for k, v in row.items() if k in found} == found
+
+
+@pytest.mark.parametrize("names", [NAMES, NAMES[NAMES.index("prm") :]])
+def test_a_process_model_learns_again_from_the_tokens_that_are_finite(
+    rl_config, tmp_path, monkeypatch, names
+):
+    compute, infinite = phases.compute_logprobs, []
+
+    def compute_with_infinite_ones(*args: Any) -> Tensor:
+        found = compute(*args)
+        found[1::3] = -torch.inf
+        infinite.append(int(found.isinf().sum()))
+        return found
+
+    monkeypatch.setattr(phases, "compute_logprobs", compute_with_infinite_ones)
+    run_rl(rl_config(algorithm={"preset": "prime", "filters": []}, train={"steps": 2}, **KEPT))
+    row = read_rows(tmp_path / "run" / "metrics.jsonl")[1]
+    assert row["policy/nonfinite_tokens"] == infinite[1] > 0
+    kept = load_batch(tmp_path / "run" / "batches" / "step_000002")
+    again = replay(tmp_path / "run", 2, names)
+    assert kept.process_rewards is not None
+    assert_equal(without_rewards(kept), without_rewards(again.batch))
+    found = again.metrics.compute()
+    # The saved batch is without them already.
+    assert found.pop("policy/nonfinite_tokens") == 0
+    assert "prm/loss" in found
+    assert {k: v for k, v in row.items() if k in found} == found
 
 
 @pytest.mark.parametrize("phase", NAMES)
