@@ -154,3 +154,19 @@ def test_processes_train_them_as_one_does(uneven_tree, tmp_path, tied):
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens"]])
+def test_processes_start_from_what_was_tied_before_a_run(rl_tree, tmp_path, tied, names):
+    lora = {**LORA, "modules_to_save": names}
+    run_of("sft", rl_tree, tmp_path, model={"path": str(tied), "lora": lora})
+    start = tmp_path / "run" / "model"
+    before = weights(start)
+    assert not before["lm_head.weight"].equal(before["model.embed_tokens.weight"])
+    still: Tree = {"model": {"path": str(start)}, "optimizer": {"lr": 0.0}, "train": {"steps": 1}}
+    strategy = {"strategy": {"kind": "fsdp2"}}
+    two = train(deep_merge(rl_tree, {**still, **strategy, **varied(rl_tree)}), tmp_path, "two", 2)
+    after = weights(two / "model")
+    assert after.keys() == before.keys()
+    assert all(after[name].equal(before[name]) for name in before)
