@@ -166,6 +166,12 @@ _OWN_MEDIA = {
     "minicpmv4_6": _OWN,
     "minicpmv4_7": _OWN,
     "mistral3": _OWN,
+    "molmo2": derived.Own(
+        forward=derived.MOLMO2,
+        marks=(*derived.MOLMO2_STARTS, *derived.MOLMO2_ENDS),
+        adds_start=True,
+        text="qwen3",
+    ),
     "moss_transcribe_diarize": _OWN,
     "musicflamingo": derived.Own(forward=derived.SOUNDS),
     "ovis2": derived.Own(featured="visual_indicator_token_ids"),
@@ -294,10 +300,6 @@ UNREAD: dict[str, str] = {
     "gemma4_unified": (
         "the tokens of a picture attend to each other in all layers of its forward, and in its "
         "generate in layers with a window alone"
-    ),
-    "molmo2": (
-        "features are added to placeholders, and the tokens of all pictures of a prompt attend to "
-        "each other"
     ),
     "phi4_multimodal": "its model has no method that computes features",
     "qwen3_omni_moe_thinker": "its positions of sounds and clips together are not read",

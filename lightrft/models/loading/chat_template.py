@@ -31,7 +31,8 @@ def fit_template(
     """Give ``tokenizer`` the processor's chat template if that accepts more kinds.
 
     The kinds are the media that the model reads. A tokenizer without any template gets one from a
-    file or from the family's row, never from a class.
+    file or from the family's row, never from a class. The template writes the token of the
+    beginning where the processor adds it.
 
     Args:
         tokenizer: Changed in place.
@@ -44,6 +45,24 @@ def fit_template(
         ValueError: The content of a file cannot be read.
         KeyError: A file lacks an entry.
     """
+    _fit_kinds(tokenizer, settings, where, revision)
+    own = family_of(settings).own
+    template = tokenizer.chat_template
+    if own is None or not own.adds_start or not isinstance(template, str):
+        return
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False))
+    start = tokenizer.bos_token or tokenizer.eos_token
+    if not text.startswith(str(start)):
+        tokenizer.chat_template = "{{- bos_token or eos_token -}}" + template
+
+
+def _fit_kinds(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PreTrainedConfig,
+    where: str,
+    revision: str | None,
+) -> None:
+    """Give ``tokenizer`` the template that accepts most kinds, see ``fit_template``."""
     family = family_of(settings)
     reader = family.reader
     kinds = {tower.kind for tower in reader.towers} if reader is not None else set()

@@ -342,7 +342,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = read_tokenizer(base, where_of(base))
     where = tokenizer.name_or_path
     settings = model_settings(base) if config.path else None
-    rows = None if settings is None else settings.get_text_config().vocab_size
+    rows = None
+    if settings is not None:
+        text = settings.get_text_config()
+        # Some heads have no rows for special tokens that are never sampled.
+        rows = text.vocab_size + vars(text).get("additional_vocab_size", 0)
     if rows is not None and len(tokenizer) > rows:
         own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
         way_out = ""

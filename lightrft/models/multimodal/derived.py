@@ -73,6 +73,7 @@ class Own:
         text: Model type whose row the language model has, where it has none of its own.
         chat_template: Template that writes a prompt as the processor does, where no file has one.
         writes_start: The processor writes the token of the beginning, which the template does too.
+        adds_start: The processor writes the token of the beginning where the template does not.
         forward: How the model's own forward reads media. ``None``: features replace embeddings.
     """
 
@@ -86,6 +87,7 @@ class Own:
     text: str = ""
     chat_template: str = ""
     writes_start: bool = False
+    adds_start: bool = False
     forward: OwnForward | None = None
 
 
@@ -113,7 +115,7 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
     given = {} if own.forward is None else own.forward.inputs
     for kind in KINDS:
         token = _token_field(config, kind)
-        inputs = given.get(kind) or _inputs(kind, model_class, inner)
+        inputs = given.get(kind) if given else _inputs(kind, model_class, inner)
         if token is not None and inputs:
             towers.append(_tower(kind, inputs, token, own))
     positions = rope_index if hasattr(inner, "get_rope_index") else None
@@ -316,6 +318,35 @@ def _mllama_keywords(
     return {**made, "cross_attention_mask": torch.as_tensor(dense, device=ids.device)}
 
 
+MOLMO2_STARTS = ("image_start_token_id", "low_res_image_start_token_id", "frame_start_token_id")
+MOLMO2_ENDS = ("image_end_token_id", "frame_end_token_id")
+
+
+def _molmo2_keywords(
+    config: PreTrainedConfig, ids: Tensor, given: dict[str, Any]
+) -> dict[str, object]:
+    """Return the tokens of all pictures, which attend to each other, and the patches that each
+    placeholder pools, counted over the pictures of all rows."""
+    fields: dict[str, Any] = vars(config)
+    opened, closed = (
+        torch.isin(ids, torch.tensor([fields[name] for name in names], device=ids.device))
+        for names in (MOLMO2_STARTS, MOLMO2_ENDS)
+    )
+    made: dict[str, object] = {}
+    if "pixel_values" not in given:
+        return {"mm_token_type_ids": torch.zeros_like(ids)}
+    inside = (opened.long().cumsum(1) > closed.long().cumsum(1)) | closed
+    made["mm_token_type_ids"] = inside.long()
+    crops, grids = given["image_num_crops"], given["image_grids"]
+    begun = (crops.cumsum(0) - crops) * given["pixel_values"].shape[1]
+    places = grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]
+    pooled = given["image_token_pooling"]
+    moved = pooled + begun.repeat_interleave(places)[:, None]
+    # -1 stands for no patch.
+    made["image_token_pooling"] = torch.where(pooled < 0, pooled, moved)
+    return made
+
+
 SOUNDS = OwnForward({"audio": ("input_features", "input_features_mask")})
 """Features of sounds depend on the token ids of the prompt."""
 
@@ -325,3 +356,10 @@ MLLAMA = OwnForward(
     ("cross_attention_mask",),
 )
 """Layers of their own attend to the tiles of the pictures before a token."""
+
+MOLMO2 = OwnForward(
+    {"image": ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")},
+    _molmo2_keywords,
+    indices=("image_token_pooling",),
+)
+"""Features are added to the embeddings of placeholders."""

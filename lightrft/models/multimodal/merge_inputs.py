@@ -575,7 +575,8 @@ def own_inputs(
     """
     reader = family.reader
     any_media = has_media(batch.prompts) or has_media(batch.responses)
-    if not any_media and not family.is_prefix_lm:
+    own_forward = None if reader is None else reader.own_forward
+    if not any_media and not family.is_prefix_lm and own_forward is None:
         return packed.inputs
     if reader is None:
         raise ModelError(f"model type {model.config.model_type!r} cannot read media")
@@ -623,4 +624,4 @@ def own_keywords(
     made |= _expert_types(_expert_tokens(model, reader), ids)
     if reader.own_forward is not None:
         made |= reader.own_forward.keywords(model.config, ids, made)
-    return made | dict.fromkeys(names, types)
+    return dict.fromkeys(names, types) | made

@@ -149,11 +149,14 @@ class OwnForward:
         inputs: Names of the media of each kind.
         keywords: Maps media to keywords of the forward.
         steps: Keywords whose last place each step of decoding gets.
+        indices: Inputs that count the rows of another, over all items of a call. ``keywords``
+            counts those of each item from where the item begins.
     """
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keywords: Keywords = lambda config, ids, given: {}
     steps: tuple[str, ...] = ()
+    indices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,13 @@ def build(
         "audio": _sounds(processor) is not None,
     }
     parts: dict[str, ModalityProcessor] = {}
+    indices = () if reader.own_forward is None else reader.own_forward.indices
     for tower in reader.towers:
         # A family's own models may lack a tower.
         section = "vision_config" if tower.kind == "image" else f"{tower.kind}_config"
         if readable.get(tower.kind) and vars(settings).get(section, 0) is not None:
             token = token_text(tokenizer, tower.token_id(settings))
-            parts[tower.kind] = _part(processor, tower, token, files)
+            parts[tower.kind] = _part(processor, tower, token, files, indices)
     if not parts:
         raise ValueError(f"{type(processor).__name__} reads no kind of media that is known here")
     return parts
@@ -231,10 +232,19 @@ def _call(
         made = own(videos=list(items), **options)
     else:
         made = own(images=[[Image.fromarray(item) for item in items]], **options)
-    return own.tokenizer.text, dict(made)
+    # A start that the processor adds is in the template, see ``fit_template``.
+    start = processor.tokenizer.bos_token or processor.tokenizer.eos_token or ""
+    written = own.tokenizer.text
+    return written if text.startswith(start) else written.removeprefix(start), dict(made)
 
 
-def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) -> OwnPart:
+def _part(
+    processor: Any,
+    tower: Tower,
+    token: str,
+    files: Mapping[str, str],
+    indices: Sequence[str],
+) -> OwnPart:
     kind = tower.kind
     names = tuple(name for name in tower.inputs if not name.endswith((SHAPE, AXIS)))[:-1]
     tried = [_blank(kind, shape) for shape in _TRIED[kind]]
@@ -253,7 +263,7 @@ def _part(processor: Any, tower: Tower, token: str, files: Mapping[str, str]) ->
         token,
         rules,
         files,
-        several=_reads_several(alone, joint, rules, token),
+        several=_reads_several(alone, joint, rules, token, indices),
         apart=apart,
         fixed=len({text.count(token) for text, _ in alone}) == 1,
         around=_around(processor.tokenizer, kind, written),
@@ -392,16 +402,31 @@ def _rules(
 
 
 def _reads_several(
-    alone: Sequence[Outputs], joint: Outputs | None, rules: Mapping[str, str | int], token: str
+    alone: Sequence[Outputs],
+    joint: Outputs | None,
+    rules: Mapping[str, str | int],
+    token: str,
+    indices: Sequence[str],
 ) -> bool:
-    """Return ``True`` if the processor reads items of one prompt as it reads them ``alone``."""
+    """Return ``True`` if the processor reads items of one prompt as it reads them ``alone``.
+
+    ``indices`` are inputs that count over all items.
+    """
     if joint is None or joint[0].count(token) != sum(text.count(token) for text, _ in alone):
         return False
     for name, rule in rules.items():
         parts = [_tensor(made[name]) for _, made in alone]
-        if not _joins(parts, _tensor(joint[1][name]), rule):
+        whole = _tensor(joint[1][name])
+        if name in indices and len(whole) == sum(map(len, parts)):
+            whole = torch.cat([_from_zero(part) for part in whole.split([len(p) for p in parts])])
+        if not _joins(parts, whole, rule):
             return False
     return True
+
+
+def _from_zero(indices: Tensor) -> Tensor:
+    """Return indices that count from the smallest one. Negative ones stay."""
+    return torch.where(indices < 0, indices, indices - indices[indices >= 0].min())
 
 
 def _joins(parts: list[Tensor], whole: Tensor, rule: str | int) -> bool:

@@ -462,6 +462,29 @@ _ROWS: dict[str, _Row] = {
         picture={"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
         processor={"patch_size": 4, "spatial_merge_size": 2},
     ),
+    "molmo2": _Row(
+        {
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            "image_patch": "<im_patch>",
+            "image_column": "<im_col>",
+            "image_start_token": "<im_start>",
+            "low_res_image_start_token": "<low_res_im_start>",
+            "image_end_token": "<im_end>",
+            "frame_start_token": "<frame_start>",
+            "frame_end_token": "<frame_end>",
+            "image_low": "<im_low>",
+        },
+        "<|image|>",
+        text={
+            # The head has no rows for its special tokens.
+            "vocab_size": 100,
+            "additional_vocab_size": 10,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        vision={"image_size": [16, 16], "vision_feature_layer": [1, 0], "text_hidden_size": 32},
+        picture={**_SQUARE, "patch_size": 4, "overlap_margins": [1, 1], "max_crops": 4},
+    ),
     "moss_transcribe_diarize": _Row(
         {
             "audio_token": "<|audio_pad|>",
@@ -630,7 +653,8 @@ FAMILIES: dict[str, Tiny] = {
 }
 PACKAGES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3"), ("torchvision",)
+        ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3", "molmo2"),
+        ("torchvision",),
     ),
     **dict.fromkeys(("fast_vlm", "perception_lm"), ("torchvision", "timm")),
 }

@@ -95,7 +95,9 @@ def by_template(reader: Rig, kind: str) -> str:
     text = reader.tokenizer.apply_chat_template(
         [{"role": "user", "content": [{"type": kind}]}], tokenize=False
     )
-    return text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
+    own = reader.actor.family.own
+    start = "<|im_end|>" if own is not None and own.adds_start else ""
+    return text.removeprefix(f"{start}<|im_start|>user\n").removesuffix("<|im_end|>\n")
 
 
 def extent_of(array: np.ndarray) -> Any:

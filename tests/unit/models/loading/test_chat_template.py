@@ -10,7 +10,7 @@ from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny import save_tiny_media, tiny_tokenizer
 from lightrft.utils.errors import ModelError
 
 TEXT_ONLY = (  # that of Qwen2-Audio's tokenizer, as published
@@ -118,3 +118,17 @@ def test_a_damaged_template_of_a_processor_is_told(folder):
     ):
         template_of(folder)
     assert template_of(folder, chat_template=OTHER) == OTHER
+
+
+@pytest.mark.parametrize("template", [TEXT_ONLY, "{{ bos_token or eos_token }}" + TEXT_ONLY])
+def test_a_template_begins_with_the_token_that_the_processor_would_add(template, tmp_path):
+    """Molmo 2's processor writes it before texts that lack it, and its published template does not."""
+    plain = tiny_tokenizer()
+    plain.chat_template = template
+    plain.save_pretrained(tmp_path)
+    text = {"vocab_size": len(plain), "additional_vocab_size": 0}
+    transformers.Molmo2Config(text_config=text).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
+    written = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert written.count(tokenizer.eos_token) == 3
+    assert written.startswith(tokenizer.eos_token + "<|im_start|>")

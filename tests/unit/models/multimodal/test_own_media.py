@@ -63,7 +63,9 @@ def check_scores(r, prompt, inputs):
     ids = torch.tensor([[*prompt.token_ids, *answer]])
     extra = {}
     if "mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
-        extra = {"mm_token_type_ids": (ids == r.processor.tokens["image"]).long()}
+        own = r.processor.parts["image"]
+        named = getattr(own.processor, "image_token_ids", None) or [r.processor.tokens["image"]]
+        extra = {"mm_token_type_ids": torch.isin(ids, torch.tensor(named)).long()}
     if "moe_mm_token_type_ids" in inspect.signature(r.actor.base.forward).parameters:
         types = r.processor.parts["image"].processor.create_moe_mm_token_type_ids(ids.tolist())
         extra["moe_mm_token_type_ids"] = torch.tensor(types)
@@ -89,6 +91,11 @@ def test_ids_and_log_probs_are_those_of_the_familys_processor_and_forward(family
     values = pictures()[: 3 if part.several else 1]
     prompt = prompt_of(r, values)
     text = "see" + "".join(f"{part.written} or " for _ in values)
+    own = r.actor.family.own
+    start = [r.tokenizer.bos_token_id or r.tokenizer.eos_token_id]
+    if own is not None and own.adds_start:
+        # the chat template writes it, which this prompt lacks
+        prompt.token_ids[:0] = start
     made = part.processor(
         text=[text],
         images=[[Image.fromarray(value) for value in values]],
