@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.verbs import SFTConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading import export_check
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
 from lightrft.trainer.rl import run_rl
@@ -24,6 +32,7 @@ from lightrft.trainer.saved_policy import save_checked
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ModelError
 from tests.e2e.command import command
+from tests.media_helpers import rig
 
 
 def saved(family: str, folder: Path, **fields: Any) -> Path:
@@ -198,3 +207,41 @@ def test_settings_have_their_names_of_transformers_4_too(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.get_vocab() == tiny_tokenizer().get_vocab()
     assert loaded.all_special_tokens == tiny_tokenizer().all_special_tokens
+
+
+def shapes_of_experts(folder: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if "layers.0.mlp.experts" in name]  # noqa: SIM118
+        return {name.rpartition(".")[2]: tuple(file.get_slice(name).get_shape()) for name in names}
+
+
+@pytest.mark.parametrize("of_five", [True, False])
+def test_experts_of_qwen3_vl_moe_are_written_as_published_folders_have_them(of_five, tmp_path):
+    """transformers 4 and vLLM read no other layout, and transformers 5 writes another."""
+    r = rig("qwen3_vl_moe", tmp_path)
+    published = {"down_proj": (4, 16, 64), "gate_up_proj": (4, 64, 32)}
+    assert shapes_of_experts(r.path) == published
+    if of_five:
+        plain = AutoModelForImageTextToText.from_pretrained(r.path)
+        plain.save_pretrained(r.path)
+        assert shapes_of_experts(r.path)["down_proj"] == (4, 64, 16)
+    actor = Actor.load(ModelConfig(path=str(r.path)))
+    save_checked(actor, tmp_path / "out", r.tokenizer, r.processor)
+    assert shapes_of_experts(tmp_path / "out") == published
+    expected = actor.model.state_dict()
+    for name, value in (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict().items()
+    ):
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_square_experts_are_written_as_transformers_reads_them(tmp_path):
+    """Their shape does not say whether they are transposed."""
+    config = Qwen3VLMoeConfig.from_dict(rig("qwen3_vl_moe", tmp_path).actor.model.config.to_dict())
+    config.text_config.moe_intermediate_size = config.text_config.hidden_size
+    torch.manual_seed(0)
+    model = Qwen3VLMoeForConditionalGeneration(config)
+    save_model(model, None, tmp_path / "out")
+    again = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "out")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, again.state_dict()[name], rtol=0, atol=0)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, Transpose, WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
 
 _INFINITE = {"__float__": "Infinity"}
-_OLD_NAMES = {"num_local_experts": "num_experts"}
+_OLD_NAMES = {
+    "num_local_experts": "num_experts",
+    "vision_feature_layer": "vision_feature_layers",
+}
 """Field to its name in transformers 4, for families whose config knows both."""
 _NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
@@ -47,6 +53,48 @@ def add_older_names(folder: Path, *, is_tied: bool | None = None) -> None:
         if isinstance(fields.get("extra_special_tokens"), list):
             fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
         file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def published_layout(model: PreTrainedModel) -> Generator[None]:
+    """Save weights in the layout of published folders where transformers 5 also reads its own.
+
+    transformers 5 transposes the experts of Qwen3-VL-MoE on loading if their shape says so, and
+    saves them as they are in memory. transformers 4 and vLLM read the published layout alone.
+    Square weights stay as they are, since their shape says nothing.
+
+    Args:
+        model: A transformers model.
+    """
+    given: list[Any] | None = getattr(model, "_weight_conversions", None)
+    made = get_model_conversion_mapping(model, add_legacy=False) if given is None else given
+    conversions = [one for one in made if given or not isinstance(one, PrefixChange)]
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    changed = [
+        operation
+        for conversion in conversions
+        if isinstance(conversion, WeightConverter)
+        for operation in conversion.operations
+        if isinstance(operation, Transpose)
+        and operation.check_dims
+        and not any(
+            name.endswith(conversion.target_patterns[0]) and shape[-1] == shape[-2]
+            for name, shape in shapes.items()
+        )
+    ]
+    if not changed:
+        yield
+        return
+    any_model: Any = model
+    any_model._weight_conversions = conversions
+    for operation in changed:
+        operation.check_dims = False
+    try:
+        yield
+    finally:
+        any_model._weight_conversions = given
+        for operation in changed:
+            operation.check_dims = True
 
 
 def _set_tied(file: Path, is_tied: bool) -> None:

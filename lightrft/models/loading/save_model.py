@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.adapter_folder import write_base
 from lightrft.models.loading.hf_logging import suppress_hf_warnings
-from lightrft.models.loading.older_readers import add_older_names
+from lightrft.models.loading.older_readers import add_older_names, published_layout
 from lightrft.models.lora import is_adapted, merged_model
 from lightrft.models.multimodal.tower_attention import kept_implementations
 from lightrft.utils.atomic_files import write_json
@@ -55,7 +55,7 @@ def save_model(
             write_base(Path(path), ModelConfig(path=own.name_or_path, revision=commit))
         else:
             whole = merged_model(inner) if is_adapted(inner) else inner
-            with kept_implementations(whole):
+            with kept_implementations(whole), published_layout(whole):
                 whole.save_pretrained(str(path))
             is_tied = _is_tied(whole)
     if tokenizer is not None:

@@ -111,7 +111,8 @@ def _qwen3_vl_moe(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrain
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": sizes["hidden_size"] // 2,
+        # Square weights would hide a transposition.
+        "moe_intermediate_size": sizes["hidden_size"] // 4,
     }
     vision = _qwen3_vision(sizes, tower)
     return transformers.Qwen3VLMoeConfig(

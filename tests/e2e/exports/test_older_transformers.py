@@ -58,7 +58,7 @@ SHORT = frozenset(
     ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 )
 """Families of which ``rl`` refuses rows as long as a prompt with its chat template."""
-OF_FIVE = frozenset(("gemma3n_text", "lfm2_vl", "longcat_flash", "vipllava"))
+OF_FIVE = frozenset(("gemma3n_text", "lfm2_vl", "longcat_flash"))
 """Families that the base is written for by 5: 4.57 writes another name or another shape than it reads."""
 REWARD = "def length(rollout):\n    return float(len(rollout.text))\n"
 DIFFERENT = {
@@ -70,8 +70,6 @@ DIFFERENT = {
     "jamba": "4.57 needs the kernels of mamba",
     "lfm2_vl": "4.57 has other names for the weights of the tower",
     "longcat_flash": "4.57 has no weights for experts that do nothing",
-    "qwen3_vl_moe": "5 saves experts transposed where they come from no folder",
-    "vipllava": "4.57 reads other layers of the tower",
     "zamba": "4.57 cannot load it with shared layers of this size",
     "zamba2": "4.57 cannot load it with shared layers of this size",
 }
