@@ -146,6 +146,7 @@ _OWN_MEDIA = {
     "audioflamingo3": _OWN,
     "exaone4_5": _OWN,
     "fast_vlm": _OWN,
+    "gemma3n": derived.Own(forward=derived.GEMMA3N),
     "gemma4": _OWN,
     "glm46v": _OWN,
     "glm4v": _OWN,
@@ -296,7 +297,6 @@ UNREAD: dict[str, str] = {
         ("hunyuan_vl", "paddleocr_vl"),
         "log-probs by the positions that its method returns differ from those of its forward",
     ),
-    "gemma3n": "its towers embed the marks around an item too, which features do not replace",
     "gemma4_unified": (
         "the tokens of a picture attend to each other in all layers of its forward, and in its "
         "generate in layers with a window alone"

@@ -357,6 +357,11 @@ MLLAMA = OwnForward(
 )
 """Layers of their own attend to the tiles of the pictures before a token."""
 
+GEMMA3N = OwnForward(
+    {"image": ("pixel_values",), "audio": ("input_features", "input_features_mask")}
+)
+"""Towers embed the marks around an item too, and placeholders have embeddings for each layer."""
+
 MOLMO2 = OwnForward(
     {"image": ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")},
     _molmo2_keywords,

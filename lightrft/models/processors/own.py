@@ -7,7 +7,9 @@ several sizes, alone and together, which shows how the tensors of several items 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -268,10 +270,19 @@ def _part(
         fixed=len({text.count(token) for text, _ in alone}) == 1,
         around=_around(processor.tokenizer, kind, written),
         rate=_sounds(processor).sampling_rate if kind == "audio" else 0,
+        longest=_longest(_sounds(processor)) if kind == "audio" else math.inf,
     )
     if not apart:
         _check_neighbours(part)
     return part
+
+
+def _longest(extractor: Any) -> float:
+    """Return the number of samples after which an extractor cuts a sound."""
+    options = inspect.signature(type(extractor).__call__).parameters
+    names = ("max_length", "truncation")
+    most, cuts = (options[name].default if name in options else None for name in names)
+    return most if cuts and isinstance(most, int) else math.inf
 
 
 def _check_neighbours(part: OwnPart) -> None:
@@ -472,6 +483,7 @@ class OwnPart:
         around: Text around ``written`` in the chat template.
         rate: Samples per second of sounds. 0 for other kinds.
         frames: Selects the frames of clips, as the processors of clips do that have no rule.
+        longest: Number of samples after which the processor cuts a sound.
     """
 
     processor: Any
@@ -487,6 +499,7 @@ class OwnPart:
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
     frames: EvenFrames = field(default_factory=EvenFrames)
+    longest: float = math.inf
     _texts: dict[object, str] = field(default_factory=dict, compare=False)
 
     def placeholder_text(self, extent: Extent) -> str:
@@ -565,8 +578,17 @@ class OwnPart:
             (path / name).write_text(text, encoding="utf-8")
 
     def read_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape at which an item is read."""
+        """Return the shape at which an item is read.
+
+        Raises ``ValueError`` for a sound that the processor cuts.
+        """
         if self.kind == "audio":
+            # Resampling and codecs add a few samples.
+            if shape[0] >= self.longest + self.rate // 100:
+                raise ValueError(
+                    f"a clip of {shape[0] / self.rate:.6g} s, and the model hears at most "
+                    f"{self.longest / self.rate:.6g} s: cut it into shorter clips"
+                )
             return shape
         return (*shape[:-3], *bounded(*shape[-3:-1], *self.bounds), 3)
 

@@ -47,7 +47,7 @@ ABSENT = frozenset(
         *("hyperclovax", "hyperclovax_vision_v2", "inkling2_text", "inkling_text", "jais2"),
         *("kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "lfm3", "lfm3_vl"),
         *("lighton_ocr", "mellum", "mimo_v2_flash", "minicpm3", "minicpmv4_6"),
-        *("minicpmv4_7", "minimax_m2", "minimax_m3_vl_text", "ministral3"),
+        *("minicpmv4_7", "minimax_m2", "minimax_m3_vl_text", "ministral3", "molmo2"),
         *("moss_transcribe_diarize", "nanochat", "nemotron_h", "olmo_hybrid"),
         *("qianfan_ocr", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
         *("qwen3_asr", "qwen4_exp_text", "solar_open", "video_llama_3", "zaya"),
@@ -63,6 +63,7 @@ OF_FIVE = frozenset(("gemma3n_text", "lfm2_vl", "longcat_flash"))
 REWARD = "def length(rollout):\n    return float(len(rollout.text))\n"
 DIFFERENT = {
     "dbrx": "4.57 refuses the fields that 5 adds to its nested configs",
+    "gemma3n": "5 saves no keys and values for layers that share those of another",
     "gemma3n_text": "5 saves no keys and values for layers that share those of another",
     "glm4v": "the forward of 4.57 takes no text without positions",
     "glm4v_moe": "the forward of 4.57 takes no text without positions",
@@ -185,6 +186,12 @@ TOKENS = {
     **dict.fromkeys(("aria", "deepseek_vl", "deepseek_vl_hybrid", "ovis2"), IMAGE),
     "janus": {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
     "gemma3": OF_GEMMA,
+    "gemma3n": {
+        **OF_GEMMA,
+        "boa_token": "<start_of_audio>",
+        "eoa_token": "<end_of_audio>",
+        "audio_token": "<audio_soft_token>",
+    },
     "internvl": {
         "start_image_token": "<img>",
         "end_image_token": "</img>",

@@ -109,7 +109,8 @@ def test_a_tower_that_runs_for_nothing_changes_no_number_and_gives_its_parameter
     found, more = gradients(r.actor, text)
     assert found.equal(expected)
     of = r.actor.part_of
-    assert {of(name) for name in grads} == {"language"}
+    # Gemma 3n embeds each token by its projectors too, and takes none of it for text.
+    assert {of(name) for name, grad in grads.items() if grad.any()} == {"language"}
     assert set(more) == {name for name, p in r.actor.named_parameters() if p.requires_grad}
     assert all(
         grad.equal(grads[name]) if name in grads else not grad.any() for name, grad in more.items()

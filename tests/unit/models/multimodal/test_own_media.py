@@ -3,12 +3,14 @@
 import copy
 import inspect
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers import AutoProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -26,7 +28,7 @@ from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.multimodal.towers import in_dtype
 from lightrft.models.processors import load_processor
 from lightrft.models.processors.base import bounded
-from lightrft.models.processors.own import _TEXT, _check_neighbours
+from lightrft.models.processors.own import _TEXT, _check_neighbours, _longest
 from lightrft.models.tiny import own, tiny_media_model, tiny_media_tokenizer
 from lightrft.serving.sample_encoder import SampleEncoder
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
@@ -393,3 +395,15 @@ def test_ranks_that_shard_weights_are_refused_where_the_models_own_forward_reads
     next(r.actor.parameters()).ds_id = 0
     with pytest.raises(ModelError, match=r"'mllama': its own forward reads.*strategy\.kind=ddp"):
         r.actor.score(mixed_batch(mixed_prompts(r)))
+
+
+@pytest.mark.parametrize("name", ["Gemma3nAudioFeatureExtractor", "Gemma4AudioFeatureExtractor"])
+def test_a_sound_that_the_processor_would_cut_is_refused_in_seconds(name, tmp_path):
+    part = rig("audioflamingo3", tmp_path).processor.parts["audio"]
+    assert part.longest == math.inf
+    cut = replace(part, longest=_longest(getattr(transformers, name)()))
+    assert cut.longest == 30 * 16000
+    extent = Extent((30 * 16000 + 100,))
+    assert cut.placeholder_text(extent) == part.placeholder_text(extent)
+    with pytest.raises(ValueError, match=r"30\.5 s, and the model hears at most 30 s"):
+        cut.placeholder_text(Extent((61 * 8000,)))
