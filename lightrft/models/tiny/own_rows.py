@@ -55,6 +55,16 @@ class OwnRow:
 _CLIP: Fields = {"patch_size": 4, "vision_feature_select_strategy": "default"}
 _LLAVA: Fields = {**_CLIP, "num_additional_image_tokens": 1}
 _GRIDS = [[16, 16], [16, 32], [32, 16]]
+_TIMM: Fields = {
+    "embed_dim": 32,
+    "img_size": [16, 16],
+    "patch_size": 4,
+    "depth": 2,
+    "num_heads": 2,
+    "global_pool": "",
+    "ref_feat_shape": [4, 4],
+}
+"""Sizes of a vision transformer of timm."""
 _PAD = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 _ROPE: Fields = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
@@ -221,16 +231,7 @@ ROWS: dict[str, OwnRow] = {
             "hidden_size": 32,
             "vocab_size": 2,
             "vocab_offset": 102,
-            "model_args": {
-                "embed_dim": 32,
-                "img_size": [16, 16],
-                "patch_size": 4,
-                "depth": 2,
-                "num_heads": 2,
-                "class_token": False,
-                "global_pool": "",
-                "ref_feat_shape": [4, 4],
-            },
+            "model_args": {**_TIMM, "class_token": False},
         },
         hearing={
             "vocab_size": 2,
@@ -537,16 +538,7 @@ ROWS: dict[str, OwnRow] = {
         config={"projector_pooling_ratio": 2},
         vision={
             "architecture": "vit_pe_core_tiny_patch16_384",
-            "model_args": {
-                "embed_dim": 32,
-                "img_size": [16, 16],
-                "patch_size": 4,
-                "depth": 2,
-                "num_heads": 2,
-                "global_pool": "",
-                "use_post_transformer_norm": False,
-                "ref_feat_shape": [4, 4],
-            },
+            "model_args": {**_TIMM, "use_post_transformer_norm": False},
         },
     ),
     "paligemma": OwnRow(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
