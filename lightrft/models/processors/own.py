@@ -132,7 +132,7 @@ def _load(
             options = {"backend": backend, "revision": revision}
             given.append(AutoImageProcessor.from_pretrained(config.path, **options))
         elif part in ("feature_extractor", "audio_processor"):
-            given.append(_extractor(config.path, revision, known))
+            given.append(_extractor(config.path, revision, known, settings))
         else:
             given.append(_Absent() if part == "video_processor" else None)
     # Parts may be missing, and transformers' own processors of clips need torchvision.
@@ -151,10 +151,11 @@ def _load(
     return processor, files
 
 
-def _extractor(path: str, revision: str, known: Any) -> Any:
+def _extractor(path: str, revision: str, known: Any, settings: PreTrainedConfig) -> Any:
     """Return the processor of sounds, or ``None`` if a model that reads pictures has none."""
     try:
-        return AutoFeatureExtractor.from_pretrained(path, revision=revision)
+        # A folder of adapters has no config, which names the class where no file does.
+        return AutoFeatureExtractor.from_pretrained(path, revision=revision, config=settings)
     except (OSError, ValueError):
         if "image_processor" in known.get_attributes():
             return None

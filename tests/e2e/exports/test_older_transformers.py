@@ -48,7 +48,7 @@ ABSENT = frozenset(
         *("kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "lfm3", "lfm3_vl"),
         *("lighton_ocr", "mellum", "mimo_v2_flash", "minicpm3", "minicpmv4_6"),
         *("minicpmv4_7", "minimax_m2", "minimax_m3_vl_text", "ministral3", "molmo2"),
-        *("moss_transcribe_diarize", "nanochat", "nemotron_h", "olmo_hybrid"),
+        *("moss_transcribe_diarize", "musicflamingo", "nanochat", "nemotron_h", "olmo_hybrid"),
         *("qianfan_ocr", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
         *("qwen3_asr", "qwen4_exp_text", "solar_open", "video_llama_3", "zaya"),
     )

@@ -17,9 +17,16 @@ from transformers.utils import is_torchvision_available
 
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig, MediaConfig
-from lightrft.config.model import ConvertConfig, MergeConfig, MergeInput, ModelConfig
+from lightrft.config.model import (
+    ConvertConfig,
+    LoRAConfig,
+    MergeConfig,
+    MergeInput,
+    ModelConfig,
+)
 from lightrft.config.verbs import ExportConfig, SFTConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.merging.write_model import copy_small_files
@@ -337,3 +344,15 @@ def test_convert_and_merge_compare_how_the_written_model_reads_media(
         with pytest.raises(ModelError, match="other placeholders than the processor"):
             verb()
         assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_adapters_reads_every_kind_of_its_base(tmp_path: Path) -> None:
+    """Before, sounds of Gemma 4 were lost: no file names the class of their processor."""
+    config = ModelConfig(path=str(rig("gemma4", tmp_path).path), lora=LoRAConfig(rank=2))
+    tokenizer = load_tokenizer(config)
+    processor = load_processor(config, tokenizer)
+    assert processor is not None and {"image", "audio"} <= processor.parts.keys()
+    save_checked(Actor.load(config), tmp_path / "kept", tokenizer, processor, merge=False)
+    kept = ModelConfig(path=str(tmp_path / "kept"))
+    again = load_processor(kept, load_tokenizer(kept))
+    assert again is not None and again.parts.keys() == processor.parts.keys()
