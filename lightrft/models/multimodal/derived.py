@@ -327,24 +327,22 @@ def _molmo2_keywords(
 ) -> dict[str, object]:
     """Return the tokens of all pictures, which attend to each other, and the patches that each
     placeholder pools, counted over the pictures of all rows."""
+    if "pixel_values" not in given:
+        return {"mm_token_type_ids": torch.zeros_like(ids)}
     fields: dict[str, Any] = vars(config)
     opened, closed = (
         torch.isin(ids, torch.tensor([fields[name] for name in names], device=ids.device))
         for names in (MOLMO2_STARTS, MOLMO2_ENDS)
     )
-    made: dict[str, object] = {}
-    if "pixel_values" not in given:
-        return {"mm_token_type_ids": torch.zeros_like(ids)}
     inside = (opened.long().cumsum(1) > closed.long().cumsum(1)) | closed
-    made["mm_token_type_ids"] = inside.long()
     crops, grids = given["image_num_crops"], given["image_grids"]
     begun = (crops.cumsum(0) - crops) * given["pixel_values"].shape[1]
     places = grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]
     pooled = given["image_token_pooling"]
     moved = pooled + begun.repeat_interleave(places)[:, None]
     # -1 stands for no patch.
-    made["image_token_pooling"] = torch.where(pooled < 0, pooled, moved)
-    return made
+    pooled = torch.where(pooled < 0, pooled, moved)
+    return {"mm_token_type_ids": inside.long(), "image_token_pooling": pooled}
 
 
 SOUNDS = OwnForward({"audio": ("input_features", "input_features_mask")})

@@ -218,23 +218,34 @@ class _Recorder:
         return getattr(self._tokenizer, name)
 
 
+def item_keywords(kind: str, items: Sequence[np.ndarray], rate: int) -> dict[str, Any]:
+    """Return the keywords by which a processor of transformers takes the items of one prompt.
+
+    Args:
+        kind: ``image``, ``video`` or ``audio``.
+        items: The items.
+        rate: Samples per second of sounds.
+    """
+    if kind == "audio":
+        return {"audio": list(items), "sampling_rate": rate}
+    if kind == "video":
+        return {"videos": list(items)}
+    return {"images": [[Image.fromarray(item) for item in items]]}
+
+
 def _call(
     processor: Any, kind: str, text: str, items: Sequence[np.ndarray]
 ) -> tuple[str, dict[str, Any]]:
     """Return the text with placeholders, and the outputs for one prompt."""
     own = copy.copy(processor)
     own.tokenizer = _Recorder(processor.tokenizer)
-    options: dict[str, Any] = {
-        "text": [text],
-        "return_tensors": "pt",
-        "text_kwargs": {"add_special_tokens": False},
-    }
-    if kind == "audio":
-        made = own(audio=list(items), sampling_rate=_sounds(processor).sampling_rate, **options)
-    elif kind == "video":
-        made = own(videos=list(items), **options)
-    else:
-        made = own(images=[[Image.fromarray(item) for item in items]], **options)
+    rate = _sounds(processor).sampling_rate if kind == "audio" else 0
+    made = own(
+        **item_keywords(kind, items, rate),
+        text=[text],
+        return_tensors="pt",
+        text_kwargs={"add_special_tokens": False},
+    )
     # A start that the processor adds is in the template, see ``fit_template``.
     start = processor.tokenizer.bos_token or processor.tokenizer.eos_token or ""
     written = own.tokenizer.text

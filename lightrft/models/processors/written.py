@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
@@ -123,23 +121,23 @@ def _transformers_places(path: str, processor: Processor) -> dict[str, int | str
 
     Raises ``ImportError`` if the processor needs a library that is not installed.
     """
+    # imported here, since text models need none of the modules that they load
+    from transformers import AutoProcessor
+
+    from lightrft.models.processors.own import item_keywords
+
     places: dict[str, int | str] = {}
     try:
         own = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except _UNREADABLE as error:
         return dict.fromkeys(processor.parts, whole_message(error))
     for kind, part in processor.parts.items():
-        value = _item(kind, _PROBES[kind][0])
         before, after = part.around
-        options: dict[str, Any] = {"text": [f"a{before}{part.written}{after}b"]}
-        if kind == "audio":
-            options |= {"audio": [value], "sampling_rate": part.rate}
-        elif kind == "video":
-            options |= {"videos": [value], "do_sample_frames": False}
-        else:
-            options |= {"images": [[Image.fromarray(value)]]}
+        options = item_keywords(kind, [_item(kind, _PROBES[kind][0])], part.rate)
+        if kind == "video":
+            options["do_sample_frames"] = False
         try:
-            made = own(**options, return_tensors="pt")
+            made = own(text=[f"a{before}{part.written}{after}b"], **options, return_tensors="pt")
         except _UNREADABLE as error:
             places[kind] = whole_message(error)
         else:
