@@ -21,6 +21,14 @@ _OLD_NAMES = {
     "vision_feature_layer": "vision_feature_layers",
 }
 """Field to its name in transformers 4, for families whose config knows both."""
+_OLD_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Kind of layer to its name in transformers 4."""
+_KINDS = {
+    "granitemoehybrid": "layer_types",
+    "zamba": "layers_block_type",
+    "zamba2": "layers_block_type",
+}
+"""Family whose kinds of layers transformers 4 knows by the older names alone, to their field."""
 _NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 
@@ -122,9 +130,12 @@ def _agree(before: object, after: object) -> bool:
 
 def _with_older_names(section: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    family = section.get("model_type")
     for key, value in section.items():
         if isinstance(value, Mapping) and value != _INFINITE and key != "rope_parameters":
             value = _with_older_names(value)
+        if key == _KINDS.get(str(family)) and isinstance(value, list):
+            value = [_OLD_KINDS.get(kind, kind) for kind in value]
         found[key] = _finite_names(value)
     for name, value in {**_rotary(section), **_renamed(section)}.items():
         found.setdefault(name, value)

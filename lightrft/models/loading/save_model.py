@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +20,8 @@ from lightrft.models.lora import is_adapted, merged_model
 from lightrft.models.multimodal.tower_attention import kept_implementations
 from lightrft.utils.atomic_files import write_json
 from lightrft.utils.chat_template import turn_ends
+
+log = logging.getLogger(__name__)
 
 
 class Saved(Protocol):
@@ -55,6 +59,7 @@ def save_model(
             write_base(Path(path), ModelConfig(path=own.name_or_path, revision=commit))
         else:
             whole = merged_model(inner) if is_adapted(inner) else inner
+            _report_shared_layers(whole)
             with kept_implementations(whole), published_layout(whole):
                 whole.save_pretrained(str(path))
             is_tied = _is_tied(whole)
@@ -103,3 +108,25 @@ def _is_tied(model: PreTrainedModel) -> bool | None:
     if head is None or embeddings is None:
         return None
     return head.weight is embeddings.weight
+
+
+def _report_shared_layers(model: PreTrainedModel) -> None:
+    """Warn of weights that the family shares between layers and that adapters made different."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    of_ends = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+    apart = [
+        (other, one)
+        for one, other in model.all_tied_weights_keys.items()
+        if id(model.get_parameter(one)) not in of_ends
+        and not torch.equal(model.get_parameter(one), model.get_parameter(other))
+    ]
+    if apart:
+        log.warning(
+            "%s shares weights between layers, and adapters made %d of them different, e.g. %s "
+            "and %s. transformers 5 reads both; programs that share the layers, such as "
+            "transformers 4, read one of them. For those programs, train full weights, or name "
+            "other layers in model.lora.targets",
+            model.config.model_type,
+            len(apart),
+            *apart[0],
+        )

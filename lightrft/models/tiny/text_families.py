@@ -398,7 +398,8 @@ _ROWS: dict[str, Fields] = {
     "youtu": {"num_key_value_heads": 4},
     "zamba": {
         "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+        "attn_layer_period": 1,
+        "attn_layer_offset": 0,
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "num_key_value_heads": 4,

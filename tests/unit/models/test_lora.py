@@ -160,3 +160,20 @@ def test_layers_that_keep_the_state_of_a_training_forward_are_merged(tmp_path):
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     merged = merged_model(model)
     assert merged(input_ids=IDS, use_cache=False).logits.allclose(expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "full"])
+@pytest.mark.parametrize("family", ["zamba", "zamba2", "llama"])
+def test_layers_that_share_weights_are_reported_where_adapters_make_them_differ(
+    tmp_path, caplog, family, kind
+):
+    model: Any = family_model(family)
+    if kind == "adapters":
+        model = add_adapters(model, LoRAConfig(rank=2))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    save_model(model, None, tmp_path)
+    told = [line for line in caplog.messages if "shares weights between layers" in line]
+    assert len(told) == (kind == "adapters" and family != "llama")
+    assert all("layers.1." in line or "layers.2." in line for line in told)
