@@ -252,6 +252,64 @@ def test_positions_and_log_probs_of_a_clip_of_omni_are_those_of_the_requested_ra
         assert steps(r, prompt, merged) == whole_seconds(r)
 
 
+@pytest.mark.parametrize("name", ["c.mp4", "c.mkv"])
+@pytest.mark.parametrize(
+    ("rate", "frames", "media"),
+    [
+        *((rate, 4 * rate, {}) for rate in (8, 12, 15, 24, 25, 30, 60)),
+        *((rate, 7, {}) for rate in (5, 15, 25)),
+        *((15, 45, {"fps": fps}) for fps in (1.0, 3.0, 4.0)),
+        (15, 60, {"fps": 4.0, "max_frames": 6}),
+    ],
+)
+def test_times_positions_and_log_probs_of_a_clip_of_qwen3_vl_are_those_of_transformers(
+    own: Any,
+    eyes: dict[str, Rig],
+    rate: int,
+    frames: int,
+    media: dict[str, Any],
+    name: str,
+    tmp_path: Path,
+) -> None:
+    """Its prompt tells the time of each two frames as text."""
+    r = eyes["qwen3_vl"]
+    taken = indices(own, "qwen3_vl", frames, rate, **{"fps": 2.0, **media})
+    clip(tmp_path / name, frames=frames, rate=rate)
+    prompt = prompt_of(r, tmp_path, {"prompt": "<video>then?", "video": name}, **media)
+    grid = prompt.media["video_grid_thw"].values
+    ids = torch.tensor([prompt.token_ids])
+    assert written_by_qwen3(r, taken, rate, grid) in r.tokenizer.decode(prompt.token_ids)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(r.path)
+    types = 2 * (ids == r.processor.tokens["video"]).long()
+    positions, _ = plain.model.get_rope_index(ids, types, video_grid_thw=grid)
+    merged = merge_multimodal_inputs(r.actor.base, r.actor.family, Segments.of_prompts([prompt]))
+    assert merged is not None and merged.positions is not None
+    assert torch.equal(merged.positions, positions[:, 0])
+    types = torch.cat([types, torch.zeros(1, 3, dtype=torch.long)], 1)
+    compare_log_probs(r, prompt, plain, {"mm_token_type_ids": types, "video_grid_thw": grid})
+
+
+def written_by_qwen3(r: Rig, taken: list[int], rate: float, grid: torch.Tensor) -> str:
+    """Return the text with which the processor of Qwen3-VL replaces the mark of a clip."""
+    module = importlib.import_module("transformers.models.qwen3_vl.processing_qwen3_vl")
+    of = module.Qwen3VLProcessor
+    words = {
+        kind: r.tokenizer.convert_ids_to_tokens(one) for kind, one in r.processor.tokens.items()
+    }
+    tower = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    given = SimpleNamespace(
+        video_processor=tower,
+        image_processor=tower,
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+        video_token=words["video"],
+        _calculate_timestamps=lambda *a: of._calculate_timestamps(None, *a),
+    )
+    metadata = VideoMetadata(len(taken), fps=rate, frames_indices=list(taken))
+    made = {"video_grid_thw": grid, "video_metadata": [metadata]}
+    return of.replace_video_token(given, made, 0)
+
+
 def compare_clip(
     r: Rig, prompt: Any, positions: torch.Tensor, taken: int, seconds: float
 ) -> torch.Tensor:
