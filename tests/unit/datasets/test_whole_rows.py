@@ -15,10 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.config.base import build
-from lightrft.config.data import DataConfig, PreferenceDataConfig, SFTDataConfig
+from lightrft.config.data import (
+    DataConfig,
+    PreferenceDataConfig,
+    ProcessDataConfig,
+    RewardDataConfig,
+    SFTDataConfig,
+)
 from lightrft.config.model import ModelConfig
 from lightrft.config.verbs import DistillVerbConfig, GenerateConfig, RLConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loading.from_pretrained import load_tokenizer
@@ -155,11 +162,10 @@ def outcomes(row: Row, folder: Path, name: str) -> dict[str, Any]:
     """The dataset of each verb over ``row``, or the error that ends it."""
     tokenizer, processor = reader_of(name, folder)
     messages = row.columns["messages"]
-    pair = {k: v for k, v in row.columns.items() if k != "messages"} | {
-        "prompt": messages[:-1],
-        "chosen": [messages[-1]],
-        "rejected": [{**messages[-1], "content": "no"}],
-    }
+    others = {name: value for name, value in row.columns.items() if name != "messages"}
+    answered = {**others, "prompt": messages[:-1]}
+    rejected = [{**messages[-1], "content": "no"}]
+    pair = {**answered, "chosen": [messages[-1]], "rejected": rejected}
 
     def written(kind: str, columns: dict[str, Any]) -> dict[str, Any]:
         path = folder / f"{kind}.jsonl"
@@ -180,11 +186,25 @@ def outcomes(row: Row, folder: Path, name: str) -> dict[str, Any]:
         data = SFTDataConfig(**written("sft", row.columns), turns="last")
         return SFTDataset(data, tokenizer, max_tokens=5000, seed=0, processor=processor)
 
+    options = {"max_tokens": 5000, "seed": 0, "processor": processor}
+
     def dpo() -> Any:
         data = PreferenceDataConfig(**written("dpo", pair))
-        return PreferenceDataset(
-            data, tokenizer, kind="pair", max_tokens=5000, seed=0, processor=processor
-        )
+        return PreferenceDataset(data, tokenizer, kind="pair", **options)
+
+    def kto() -> Any:
+        rated = {**answered, "completion": [messages[-1]], "label": True}
+        data = PreferenceDataConfig(**written("kto", rated))
+        return PreferenceDataset(data, tokenizer, kind="labelled", **options)
+
+    def rm() -> Any:
+        data = RewardDataConfig(**written("rm", pair))
+        return PreferenceDataset(data, tokenizer, kind="ranked", heads=["right"], **options)
+
+    def prm() -> Any:
+        steps = {**answered, "completions": [messages[-1]["content"]], "labels": [True]}
+        data = ProcessDataConfig(**written("prm", steps))
+        return ProcessDataset(data, tokenizer, **options)
 
     def distill(on_policy: float) -> tuple[DistillVerbConfig, Any]:
         data = {**written("distill", row.columns), "turns": "last"}
@@ -212,7 +232,8 @@ def outcomes(row: Row, folder: Path, name: str) -> dict[str, Any]:
         return load_prompts(data, tokenizer, 0, processor, None, "data.sources")
 
     found: dict[str, Any] = {}
-    for make in (rl, held_out, generate, distill_sampled, teacher, sft, distill_given, dpo):
+    sampling = (rl, held_out, generate, distill_sampled, teacher)
+    for make in (*sampling, sft, distill_given, dpo, kto, rm, prm):
         try:
             dataset = make()
             found[make.__name__] = (dataset, dataset[0])
@@ -251,8 +272,8 @@ def test_all_that_a_row_carries_is_encoded_or_named_and_every_verb_has_one_promp
     read = {verb: one for verb, one in found.items() if verb not in errors}
     prompts = {verb: tokens_of(verb, example) for verb, (_, example) in read.items()}
     assert len({tuple(tokens) for tokens in prompts.values()}) <= 1, (row.columns, prompts.keys())
-    # What one verb cannot read, no other reads but for the last turn.
-    prompted = set(SAMPLED) - {"teacher"}
+    # What one verb cannot read, no other reads but for the last turn. Steps are texts.
+    prompted = {*SAMPLED, "prm"} - {"teacher"}
     assert not errors or set(errors) == set(found) or set(read) == prompted, errors
     tokenizer, processor = reader_of(name, folder)
     for verb, (dataset, example) in read.items():
@@ -261,10 +282,12 @@ def test_all_that_a_row_carries_is_encoded_or_named_and_every_verb_has_one_promp
         unread = set().union(*dataset.unread.values())
         last = row.columns["messages"][-1]
         for one, field in row.texts.items():
-            answered = verb in SAMPLED and one in (last["content"], last.get("reasoning_content"))
+            unread_turn = {last["content"]} if verb in SAMPLED else set()
+            if verb in (*SAMPLED, "prm"):
+                unread_turn.add(last.get("reasoning_content"))
             earlier = field == "reasoning_content" and one != last.get(field)
             named = field in unread or any(re.search(rf"\b{field}\b", line) for line in told)
-            assert one in text or answered or earlier or named, (verb, one, field, text)
+            assert one in text or one in unread_turn or earlier or named, (verb, one, field, text)
         media = example.media if verb in SAMPLED else example.prompt_media
         inputs = {key: rows.values for key, rows in media.items()}
         for kind, part in processor.parts.items():
@@ -276,6 +299,6 @@ def test_all_that_a_row_carries_is_encoded_or_named_and_every_verb_has_one_promp
 
 
 def response_of(verb: str, example: Any) -> list[int]:
-    return list(
-        example.response_ids if verb in ("sft", "distill_given") else example.responses[0].token_ids
-    )
+    if verb in ("dpo", "kto", "rm"):
+        return list(example.responses[0].token_ids)
+    return list(example.response_ids)
