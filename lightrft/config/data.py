@@ -15,7 +15,7 @@ SpecialTokens = Literal["text", "responses", "control"]
 
 class Columns(Settings):
     """The columns of a row. Dots reach into nested columns. An empty name looks for the usual
-    names."""
+    names, without a column that is named here for another part of the row."""
 
     prompt: str = ""
     """Column of the prompt: text, or a conversation."""

@@ -36,6 +36,7 @@ from lightrft.datasets.row_parser import (
 )
 from lightrft.datasets.row_tables import MalformedRow, look_up
 from lightrft.datasets.rows.recorded_row import RecordedRow, unrecorded
+from lightrft.datasets.rows.row_content import tools_column
 from lightrft.types import Extent, Prompt
 from lightrft.utils.chat_template import PROBE_TOOL, check_options, rendered
 from lightrft.utils.errors import ConfigError, ModelError
@@ -93,7 +94,7 @@ class ChatEncoder(TextEncoder):
             self.template = _parse_template(config.template, self.media is not None)
         self.system = config.system
         self.options = dict(config.chat_template_options)
-        self._tools_column = config.columns.tools
+        self._tools_column = tools_column(config.columns)
         # Transformers has no other name for the tools of a template.
         self._writes_tools = "tools" in str(tokenizer.chat_template)
         self._warned = False

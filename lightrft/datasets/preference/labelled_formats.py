@@ -16,10 +16,16 @@ from lightrft.datasets.preference.raw_preference import (
     RawPreference,
     label,
 )
-from lightrft.datasets.row_parser import PROMPTS, json_messages
+from lightrft.datasets.row_parser import json_messages
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
 from lightrft.datasets.rows.recorded_row import unrecorded
-from lightrft.datasets.rows.row_content import Raw, column_prompt, raw_text, with_context
+from lightrft.datasets.rows.row_content import (
+    Raw,
+    column_prompt,
+    raw_text,
+    usual,
+    with_context,
+)
 
 RESPONSES = ("completion", "output", "response")
 
@@ -64,7 +70,7 @@ def _response_column(row: Row, columns: PreferenceColumns) -> str:
 
 def _ends_with_assistant(row: Row, columns: PreferenceColumns) -> bool:
     """Return True if the row is a conversation whose last message is the assistant's."""
-    for name in (columns.prompt,) if columns.prompt else PROMPTS:
+    for name in (columns.prompt,) if columns.prompt else usual(columns, "prompt"):
         messages = look_up(row, name)
         if isinstance(messages, str):
             messages = json_messages(messages)

@@ -10,6 +10,7 @@ from lightrft.datasets.media.items import MARK, Item
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_parser import Message, ParsedRow, read_tools
 from lightrft.datasets.row_writer.media_files import MediaFiles
+from lightrft.datasets.rows.row_content import tools_column
 from lightrft.datasets.rows.row_reader import read_record
 
 LIMITS = ("min_pixels", "max_pixels", "fps")
@@ -55,7 +56,8 @@ class PromptRows:
             messages.append({**message, "content": content})
         row: dict[str, object] = {"prompt": messages}
         if self.encoder.chat:
-            tools = read_tools(record.row, self.dataset.config.columns.tools, record.where)
+            name = tools_column(self.dataset.config.columns)
+            tools = read_tools(record.row, name, record.where)
             if tools:
                 row["tools"] = tools
         self._compare(row, record, cut)

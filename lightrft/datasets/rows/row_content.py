@@ -59,6 +59,8 @@ USUAL: dict[str, tuple[str, ...]] = {
     "id": ("id",),
 }
 """Usual columns of each part of a row, in the order in which they are tried."""
+CONTEXT = ("prompt", "system", "history", "tools")
+"""Parts of a prompt."""
 MEANINGS = {
     **dict.fromkeys(USUAL["system"], "system"),
     **dict.fromkeys(USUAL["history"], "history"),
@@ -166,6 +168,26 @@ def raw_prompt(value: object, where: str) -> Raw:
     return messages
 
 
+def usual(columns: Columns, what: str) -> tuple[str, ...]:
+    """Return the usual columns of a part of a row, without those named for another part.
+
+    Nothing of a prompt has the column of another part. Responses, labels and references may share
+    a column.
+
+    Args:
+        columns: names of the columns.
+        what: a key of ``USUAL``, or ``tools``.
+    """
+    others = type(columns).model_fields if what in CONTEXT else CONTEXT
+    named = [getattr(columns, other) for other in others if other != what]
+    return tuple(name for name in USUAL.get(what, (what,)) if name not in named)
+
+
+def tools_column(columns: Columns) -> str | None:
+    """Return ``data.columns.tools``, or None if the column ``tools`` is another part of a row."""
+    return columns.tools if columns.tools or usual(columns, "tools") else None
+
+
 def find_prompt(row: Row, columns: Columns, where: str, *, has_response: bool = True) -> Raw | None:
     """Return the prompt of a row with its system message and history, or None if it has none.
 
@@ -199,13 +221,15 @@ def column_prompt(row: Row, columns: Columns, where: str, *, has_response: bool)
         return None
     value = look_up(row, name)
     if not columns.prompt:
-        if name in ("input", "instruction") and isinstance(row.get("instruction"), str):
+        known = usual(columns, "prompt")
+        pair = {n: row.get(n) for n in ("instruction", "input") if n in known}
+        if name in pair and isinstance(pair.get("instruction"), str):
             try:
-                value = with_input(row)
+                value = with_input(pair)
             except ValueError as error:
                 raise MalformedRow(f"{where}: {error}") from None
         elif not has_response and name not in CONVERSATIONS:
-            value = _conversation_of(row, name, value, where)
+            value = _conversation_of(row, columns, name, value, where)
     return raw_prompt(value, where)
 
 
@@ -229,7 +253,7 @@ def prompt_column(row: Row, columns: Columns, where: str) -> str:
             )
         return columns.prompt
     here = unrecorded(row)
-    given = [name for name in USUAL["prompt"] if here.get(name) is not None]
+    given = [name for name in usual(columns, "prompt") if here.get(name) is not None]
     return next((name for name in given if has_content(here[name])), (given or [""])[0])
 
 
@@ -285,14 +309,14 @@ def find_gold(row: Row, columns: Columns, where: str) -> Gold:
     Raises:
         MalformedRow: a named column is missing.
     """
-    _, data_source = pick(row, "data_source", columns.data_source, where)
+    _, data_source = pick(row, "data_source", columns, where)
     # Without a record: a dataset that uses no label says so by not reading it.
     here = unrecorded(row)
-    name, label = pick(here, "label", columns.label, where)
-    reference_name, reference = pick(here, "reference", columns.reference, where)
+    name, label = pick(here, "label", columns, where)
+    reference_name, reference = pick(here, "reference", columns, where)
     if not columns.label and _is_rule(label):
         data_source = label if data_source is None else data_source
-        values = {other: look_up(here, other) for other in USUAL["label"]}
+        values = {other: look_up(here, other) for other in usual(columns, "label")}
         values[reference_name] = reference
         answers = (n for n, v in values.items() if v is not None and not _is_rule(v))
         name = next(answers, "")
@@ -314,27 +338,27 @@ def response_column(row: Row, columns: Columns, where: str) -> str:
     Raises:
         MalformedRow: the column that ``data.columns.response`` names is missing.
     """
-    name, _ = pick(unrecorded(row), "response", columns.response, where)
+    name, _ = pick(unrecorded(row), "response", columns, where)
     if name == "answer" and not columns.response and has_content(unrecorded(row).get("solution")):
         return "solution"
     return name
 
 
-def pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, object]:
+def pick(row: Row, what: str, columns: Columns, where: str) -> tuple[str, object]:
     """Return name and value of the column for ``what``, or ``("", None)`` if there is none.
 
     Args:
         row: the row.
         what: a key of ``USUAL``.
-        chosen: the setting ``data.columns.<what>``. Empty means the usual names.
+        columns: names of the columns. Empty names mean the usual names.
         where: location of the row, for messages.
 
     Raises:
         MalformedRow: the column that the setting names is missing.
     """
-    if chosen:
+    if chosen := getattr(columns, what):
         return chosen, named_column(row, chosen, what, where)
-    for name in USUAL[what]:
+    for name in usual(columns, what):
         value = look_up(row, name)
         if value is not None:
             return name, value
@@ -361,6 +385,8 @@ def refuse_unread(row: RecordedRow, columns: Columns, used: set[str], where: str
         # Null leaves a column out, and a named column or another usual one replaces it.
         if getattr(columns, setting) != "" or setting in read:
             continue
+        if setting in CONTEXT and name not in usual(columns, setting):
+            continue  # another part of the row
         problem = f"the column {name!r} is not read in a row of this layout"
         raise MalformedRow(f"{where}: {problem}; move it into the messages, or {_null(setting)}")
 
@@ -369,7 +395,7 @@ def _is_rule(label: object) -> bool:
     return isinstance(label, str) and RULE.fullmatch(label) is not None
 
 
-def _conversation_of(row: Row, name: str, prompt: object, where: str) -> object:
+def _conversation_of(row: Row, columns: Columns, name: str, prompt: object, where: str) -> object:
     """Return the messages of a row that begin with ``prompt``, or ``prompt`` without any.
 
     Raises ``MalformedRow`` for messages that begin with something else.
@@ -378,6 +404,8 @@ def _conversation_of(row: Row, name: str, prompt: object, where: str) -> object:
         value = unrecorded(row).get(other)
         value = json_messages(value) if isinstance(value, str) else value
         if other == name or not has_content(value) or not isinstance(value, list | tuple):
+            continue
+        if other not in usual(columns, "prompt"):
             continue
         asked = as_messages(raw_text(prompt, "", where))
         if asked[-1:] and asked[-1]["role"] == "assistant":
@@ -403,7 +431,8 @@ def _system(row: Row, columns: Columns, prompt: Raw, where: str) -> list[Message
     if columns.system is None:
         return []
     here = unrecorded(row)
-    name = columns.system or next((n for n in USUAL["system"] if not _is_blank(here.get(n))), "")
+    given = (n for n in usual(columns, "system") if not _is_blank(here.get(n)))
+    name = columns.system or next(given, "")
     value = named_column(row, name, "system", where) if name else None
     if _is_blank(value):
         return []
@@ -424,8 +453,7 @@ def _history(row: Row, columns: Columns, where: str) -> list[Message]:
     """Return the messages of a row's history: pairs of question and answer, or messages."""
     if columns.history is None:
         return []
-    name = columns.history or USUAL["history"][0]
-    value = named_column(row, name, "history", where) if columns.history else row.get(name)
+    name, value = pick(row, "history", columns, where)
     if _is_blank(value):
         return []
     if isinstance(value, str):

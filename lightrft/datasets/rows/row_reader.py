@@ -182,8 +182,8 @@ def parsed_row(
     name = "" if is_missing else prompt_column(here, columns, where)
     spelled = look_up(here, name) if name else None
     is_spelled = isinstance(spelled, str) and is_transcript(spelled) and not finder.items
-    identifier_column, identifier = pick(row, "id", columns.id, where)
-    source_column, _ = pick(here, "data_source", columns.data_source, where)
+    identifier_column, identifier = pick(row, "id", columns, where)
+    source_column, _ = pick(here, "data_source", columns, where)
     # The column of the response stays, since rewards may compare with it.
     taken = {name, *gold.columns, identifier_column, source_column}
     taken |= finder.taken(here)

@@ -143,6 +143,42 @@ def test_null_leaves_a_column_of_a_known_meaning_out_and_a_name_takes_another_on
 
 
 @pytest.mark.parametrize(
+    ("row", "columns", "prompt", "response", "label"),
+    [
+        ({"system": "1+1?", "response": "2"}, {"prompt": "system"}, "1+1?", "2", None),
+        ({"history": "1+1?", "response": "2"}, {"prompt": "history"}, "1+1?", "2", None),
+        ({"tools": "1+1?", "response": "2"}, {"prompt": "tools"}, "1+1?", "2", None),
+        ({"answer": "1+1?", "final_answer": "2"}, {"prompt": "answer"}, "1+1?", None, "2"),
+        ({"prompt": "1+1?", "system": "2"}, {"label": "system"}, "1+1?", None, "2"),
+        ({"instruction": "1+1?", "input": "2"}, {"label": "input"}, "1+1?", None, "2"),
+        ({"question": "2", "problem": "1+1?"}, {"response": "question"}, "1+1?", "2", None),
+        ({"question": "1+1?", "answer": "2"}, {"label": "answer"}, "1+1?", "2", "2"),
+        (
+            {"prompt": "Add.", "question": "1+1?", "answer": "2"},
+            {"system": "prompt"},
+            [SYSTEM, ASKED],
+            "2",
+            "2",
+        ),
+    ],
+)
+def test_a_column_that_is_named_for_one_part_of_a_row_is_no_other_part_of_its_prompt(
+    row: dict[str, Any], columns: dict[str, str], prompt: Any, response: Any, label: Any
+) -> None:
+    found = read_record(row, Columns(**columns), "line 1")
+    assert (found.prompt, found.response, found.label) == (prompt, response, label)
+
+
+@pytest.mark.parametrize("name", ["input", "prompt", "system", "history"])
+def test_a_response_of_a_pair_is_no_part_of_its_prompt(tmp_path: Path, name: str) -> None:
+    row = {"question": "1+1?", name: "2", "rejected": "3"}
+    found = compared(tmp_path, row, columns={"chosen": name})
+    assert "1+1?" in TOKENIZER.decode(found[0].prompt_ids)
+    assert "2" not in TOKENIZER.decode(found[0].prompt_ids)
+    assert found.unread == {}
+
+
+@pytest.mark.parametrize(
     ("solution", "answer"), [("solution", "answer"), ("generated_solution", "expected_answer")]
 )
 def test_a_worked_solution_is_learned_and_its_answer_is_the_label(
