@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
-from lightrft.datasets.rows.recorded_row import recorded
+from lightrft.datasets.rows.recorded_row import RecordedRow, recorded
 from lightrft.utils.errors import DataError, did_you_mean
 from lightrft.utils.yaml_text import parse_json
 
@@ -73,11 +73,16 @@ def look_up(row: Row, name: str, absent: object = None) -> Any:
     """
     if name in row:
         return row[name]
-    value: Any = row
-    for part in name.split("."):
+    path = name.split(".")
+    value: Any = row.peek(path[0]) if isinstance(row, RecordedRow) else row.get(path[0])
+    for part in path[1:]:
         if not isinstance(value, Mapping) or part not in value:
             return absent
         value = value[part]
+    if len(path) == 1:
+        return absent
+    if isinstance(row, RecordedRow):
+        row.note_inside(path)
     return value
 
 

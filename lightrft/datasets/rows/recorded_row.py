@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ABSENT: Any = object()
@@ -18,7 +18,8 @@ class RecordedRow(dict[str, Any]):
         row: the row.
 
     Attributes:
-        unread: names of the columns that hold text, lists or media, and that nothing has read.
+        unread: names of the columns that hold text, lists or media, and that nothing has read. A
+            column inside of another has both names with a dot.
     """
 
     # Without ``__iter__`` and ``items``, so that copies of a row do not call ``__getitem__``.
@@ -42,6 +43,16 @@ class RecordedRow(dict[str, Any]):
         """Remove a column as ``dict.pop`` does, and record it as read."""
         self.unread.discard(str(key))
         return super().pop(str(key)) if default is _ABSENT else super().pop(key, default)
+
+    def note_inside(self, path: Sequence[str]) -> None:
+        """Record a nested column as read. Those beside it stay unread, by names with dots."""
+        place, value = path[0], super().get(path[0])
+        for part in path[1:]:
+            if place in self.unread:
+                self.unread.remove(place)
+                self.unread |= {f"{place}.{n}" for n, inner in value.items() if has_content(inner)}
+            place, value = f"{place}.{part}", value[part]
+        self.unread.discard(place)
 
     def copied(self, converted: Mapping[str, Any]) -> RecordedRow:
         """Return ``converted``, which a function made of this row, as a recorded row.
