@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.conversations.messages import (
+    CARRIERS,
     ROLES,
     Message,
     in_order,
@@ -26,6 +28,7 @@ from lightrft.datasets.media.items import replaced, with_items
 from lightrft.datasets.media.parts import kind_of, text_of
 from lightrft.datasets.media.placeholders import PlacedMedia
 from lightrft.datasets.row_tables import MalformedRow, Row, named_column, without_nulls
+from lightrft.datasets.rows.recorded_row import has_content
 from lightrft.utils.yaml_text import parse_json
 
 CONVERSATIONS = ("messages", "message", "conversations", "conversation")
@@ -37,6 +40,13 @@ TURN_WEIGHTS = ("weight", "train", "training", "loss")
 
 They are the names of OpenAI and Mistral, of axolotl (two) and of ms-swift.
 """
+_AS_FIELDS = {
+    **dict.fromkeys(("thinking", "reasoning"), "write it as 'reasoning_content' of the message"),
+    **dict.fromkeys(("tool_use", "tool_call"), "write it as 'tool_calls' of the message"),
+    "tool_result": "write it as a message of role 'tool' with 'tool_call_id'",
+    "refusal": "write it as 'refusal' of the message",
+}
+"""The place of content that other formats write as parts, by the type of the part."""
 NO_TOOLS = "set data.columns.tools: null if it is something else"
 
 
@@ -255,18 +265,20 @@ def message_fields(value: object, where: str) -> Message:
         raise MalformedRow(f"{where}: a message must have a role and content, not be a {kind}")
     # parquet stores null for the fields of other messages
     fields = {k: v for k, v in value.items() if v is not None}
+    have = ", ".join(map(str, value)) or "nothing"
     if "role" in fields:
         role = fields.pop("role")
-        content = fields.pop("content", "")
     elif "from" in fields:
-        speaker = fields.pop("from")
-        content = fields.pop("value", "")
-        if known_role(speaker) is None:
-            raise MalformedRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(ROLES)}")
-        role = speaker
+        role = fields.pop("from")
+        if known_role(role) is None:
+            raise MalformedRow(f"{where}: 'from' is {role!r}; known: {', '.join(ROLES)}")
     else:
-        have = ", ".join(value) or "nothing"
         raise MalformedRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
+    # A table leaves null contents out, so a message of a role alone is an empty one.
+    is_whole = not fields.keys().isdisjoint(("content", "value", *CARRIERS))
+    if not is_whole and any(map(has_content, fields.values())):
+        raise MalformedRow(f"{where}: neither 'content' nor 'value'; it has: {have}")
+    content = fields.pop("content" if "content" in fields else "value", "")
     if not isinstance(role, str):
         raise MalformedRow(f"{where}: role is {role!r}, not a text such as 'user'")
     _check_content(content, where)
@@ -293,6 +305,9 @@ def _content(content: str | Sequence[Any], where: str, finder: MediaFinder) -> s
 
 def _content_part(part: Any, where: str, finder: MediaFinder) -> str:
     """Return the text of a content part, or the mark of its media."""
+    if isinstance(part, str):
+        problem = f"a content part is the text {reprlib.repr(part)}"
+        raise MalformedRow(f'{where}: {problem}; write {{"type": "text", "text": ...}}')
     if not isinstance(part, Mapping):
         kind = type(part).__name__
     else:
@@ -304,7 +319,8 @@ def _content_part(part: Any, where: str, finder: MediaFinder) -> str:
         if text is not None:
             return finder.plain(text, where)
         kind = part.get("type")
-    raise MalformedRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
+    way_out = _AS_FIELDS.get(str(kind)) or f"the model reads {finder.reads}"
+    raise MalformedRow(f"{where}: a content part of type {kind!r}; {way_out}")
 
 
 def _check_texts(value: object, where: str, finder: MediaFinder) -> None:
@@ -474,8 +490,8 @@ def json_messages(text: str) -> list[object] | None:
 def _is_message(value: object) -> bool:
     if not isinstance(value, dict):
         return False
-    names = set(value)
-    return {"role", "content"} <= names or {"from", "value"} <= names
+    is_spoken = not value.keys().isdisjoint(("role", "from"))
+    return is_spoken and not value.keys().isdisjoint(("content", "value", *CARRIERS))
 
 
 def no_prompt(row: Row, where: str) -> MalformedRow:

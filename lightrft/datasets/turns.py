@@ -72,7 +72,7 @@ class TurnEncoder:
         self.config = config
         self.encoder = encoder
         self.outside = outside
-        self._checked = self._told = False
+        self._checked = self._told = self._told_rest = False
         template = str(encoder.tokenizer.chat_template)
         self._marks = encoder.chat and bool(GENERATION.search(template))
 
@@ -95,7 +95,10 @@ class TurnEncoder:
         if not answered:
             raise no_answer(record)
         if spoken[0] == 0:
-            raise MalformedRow(f"{record.where}: the conversation begins with the assistant")
+            problem = "the conversation begins with the assistant"
+            way_out = "begin with a message of the user or the system, or leave that turn out"
+            raise MalformedRow(f"{record.where}: {problem}; {way_out}")
+        self._tell_rest(record.where, len(messages) - 1 - spoken[-1])
         weights = [record.turn_weights.get(k, 1.0) for k in spoken]
         while weights and not weights[-1]:
             weights.pop()
@@ -328,6 +331,14 @@ class TurnEncoder:
             row.append(self.encoder.end_after(calls=part.calls))
             weights.append(open_weight)
         return row, weights
+
+    def _tell_rest(self, where: str, count: int) -> None:
+        """Warn once about ``count`` messages that no turn of the assistant follows."""
+        if count and not self._told_rest:
+            named = f"the last {count} messages are" if count > 1 else "the last message is"
+            problem = "no part of the example, since no message of the assistant follows"
+            _log.warning("%s: %s %s, in this and other rows", where, named, problem)
+            self._told_rest = True
 
     def _tell_of_ends(self) -> None:
         if not self._told:

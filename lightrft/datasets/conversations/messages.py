@@ -54,6 +54,8 @@ _SPELLINGS = {
 """The names of a role in chat templates, the most common first."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names of reasoning in messages and chat templates."""
+CARRIERS = ("tool_calls", "function_call", "refusal", *_REASONING)
+"""Fields that make a message without content whole."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """The names of the arguments of a call: OpenAI's, Llama's, LangChain's and Anthropic's."""
 _CALL = ("id", "type", "index", "function", "name", *_ARGUMENTS)
@@ -187,6 +189,11 @@ def _results(results: list[Message], calls: Sequence[Any], where: str) -> list[M
     return [result for _, result in sorted(zip(places, results), key=lambda pair: pair[0])]
 
 
+def _is_given(value: object) -> bool:
+    """Return True for a field that says something: 0 and False do, and empty text does not."""
+    return bool(value) or isinstance(value, int | float)
+
+
 def _text(name: object) -> str:
     """Return an id or a name as text. Empty for null."""
     return "" if name is None else str(name)
@@ -218,7 +225,8 @@ class MessageFit:
         """
         fitted = []
         for message in messages:
-            key = (message["role"], *sorted(k for k, v in message.items() if v and k != "role"))
+            given = (k for k, v in message.items() if _is_given(v) and k != "role")
+            key = (message["role"], *sorted(given))
             if key not in self._known:
                 self._known[key] = self._examined(key[0], key[1:], where)
             known = self._known[key]

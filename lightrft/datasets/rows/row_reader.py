@@ -265,6 +265,8 @@ def _response(
     row: RecordedRow, column: str, columns: Columns, where: str
 ) -> str | list[Any] | None:
     value = look_up(row, column) if column else None
+    if isinstance(value, Mapping) and not {"role", "from"}.isdisjoint(value):
+        value = [value]
     if isinstance(value, Mapping) and columns.response:
         kind = type(value).__name__
         problem = f"{where}: response must be text or a list of messages, not {kind}"

@@ -218,6 +218,16 @@ def test_other_fields_that_a_template_does_not_write_are_told_once(caplog):
     assert told.startswith("row 1: 'name' of messages of role 'user'")
 
 
+@pytest.mark.parametrize("value", [0, False, 1, True])
+def test_a_field_that_is_zero_or_false_is_told_too(caplog, value):
+    encoder = ChatEncoder(DataConfig(), PUBLISHED["qwen2.5"].tokenizer())
+    record = read_conversation([said("user", "Q"), said("assistant", "A", mask=value)], "row 1")
+    with caplog.at_level(logging.WARNING):
+        encoder.conversation(record)
+    (told,) = caplog.messages
+    assert told.startswith("row 1: 'mask' of messages of role 'assistant'")
+
+
 TEXTS = st.text("abcdefgh ", min_size=1, max_size=8).map(lambda t: f"secret{t.strip()}x")
 NAMES = st.sampled_from(["reasoning_content", "reasoning", "thinking", "name", "note"])
 ASSISTANT = st.sampled_from(["assistant", "gpt", "model", "tool_call"])

@@ -84,8 +84,26 @@ def test_messages_are_read_in_each_of_their_forms():
             "name": None,
         },
     ]
-    for value in (CHAT, sharegpt, parts, json.dumps(CHAT), json.dumps(sharegpt)):
+    mixed = [{"role": m["role"], "value": m["content"]} for m in CHAT]
+    other = [{"from": m["role"], "content": m["content"]} for m in CHAT]
+    for value in (CHAT, sharegpt, parts, mixed, other):
         assert record({"messages": value}).prompt == CHAT
+        if value is not parts:
+            assert record({"messages": json.dumps(value)}).prompt == CHAT
+
+
+def test_messages_as_json_text_may_call_tools_without_content():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    result = {"role": "tool", "content": "2"}
+    talk = [*CHAT, {"role": "assistant", "tool_calls": [call]}, result]
+    assert record({"messages": json.dumps(talk)}).prompt == record({"messages": talk}).prompt
+    assert record({"messages": talk}).prompt[2]["tool_calls"] == [call]
+
+
+def test_a_response_may_be_one_message():
+    said = {"role": "assistant", "content": "2"}
+    assert record({"prompt": "1+1=?", "response": said}).response == [said]
+    assert record({"prompt": "1+1=?", "told": said}, response="told").response == [said]
 
 
 def test_json_that_is_no_conversation_stays_text():
@@ -111,6 +129,22 @@ def test_json_that_is_no_conversation_stays_text():
         (
             {"role": "user", "content": [{"type": "text", "text": 5}]},
             r"message 2: text of a content part is 5, not a text",
+        ),
+        (
+            {"role": "user", "text": "x"},
+            r"message 2: neither 'content' nor 'value'; it has: role, text",
+        ),
+        (
+            {"role": "user", "content": ["x"]},
+            r"message 2: a content part is the text 'x'; write {\"type\": \"text\"",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]},
+            r"message 2: a content part of type 'thinking'; write it as 'reasoning_content'",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "tool_use", "name": "x"}]},
+            r"message 2: a content part of type 'tool_use'; write it as 'tool_calls'",
         ),
         ({"role": 5, "content": "x"}, r"message 2: role is 5, not a text such as 'user'"),
         ({"role": ["user"], "content": "x"}, r"message 2: role is \['user'\], not a text"),

@@ -247,6 +247,31 @@ def test_each_column_that_nothing_reads_is_counted_once_for_each_source(
     assert "note" not in caplog.text and not caplog.records
 
 
+def test_columns_beside_a_nested_one_that_is_read_are_counted(tmp_path: Path) -> None:
+    row = {"data": {"q": {"text": "1+1?", "by": "Ann"}, "a": "2", "note": "easy", "level": 3}}
+    found = examples(tmp_path, row, columns={"prompt": "data.q.text", "response": "data.a"})
+    assert list(found.unread.values()) == [{"data.q.by": 1, "data.note": 1}]
+    assert RecordedRow(row).unread == {"data"}
+
+
+def test_messages_that_no_turn_of_the_assistant_follows_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = {"role": "user", "content": "2+2?"}
+    row = {"messages": [ASKED, TOLD, later]}
+    (example, _) = examples(tmp_path, row, row)
+    assert learned(example)[1] == "2<|im_end|>"
+    (line,) = caplog.messages
+    assert "line 1: the last message is no part of the example" in line
+    caplog.clear()
+    sides = {"chosen": [ASKED, TOLD, later], "rejected": [ASKED, {**TOLD, "content": "3"}, later]}
+    compared(tmp_path, sides)
+    assert "the last message is no part of the example" in caplog.text
+    caplog.clear()
+    examples(tmp_path, {"messages": [ASKED, TOLD]})
+    assert not caplog.messages
+
+
 def test_counts_of_columns_are_restored_with_the_token_cache(tmp_path: Path) -> None:
     rows = [{"prompt": f"{k}+1?", "note": "easy"} for k in range(9)]
     options = {"token_cache": str(tmp_path / "cache"), "token_cache_min_mb": 0}
