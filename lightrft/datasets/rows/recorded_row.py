@@ -45,7 +45,7 @@ class RecordedRow(dict[str, Any]):
         return super().pop(str(key)) if default is _ABSENT else super().pop(key, default)
 
     def note_inside(self, path: Sequence[str]) -> None:
-        """Record a nested column as read. Those beside it stay unread, by names with dots."""
+        """Record a nested column as read. Its siblings stay unread, by names with dots."""
         place, value = path[0], super().get(path[0])
         for part in path[1:]:
             if place in self.unread:
