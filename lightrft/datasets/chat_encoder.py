@@ -34,7 +34,7 @@ from lightrft.datasets.row_parser import (
     read_conversation,
     read_tools,
 )
-from lightrft.datasets.row_tables import MalformedRow, look_up
+from lightrft.datasets.row_tables import MalformedRow, check_unicode, look_up
 from lightrft.datasets.rows.recorded_row import RecordedRow, unrecorded
 from lightrft.datasets.rows.row_content import tools_column
 from lightrft.types import Extent, Prompt
@@ -601,6 +601,7 @@ class ChatEncoder(TextEncoder):
         if self.media is not None and MEDIA_OPEN in str(value):
             problem = f"{{{name}}} of data.template holds U+FDD2, which is reserved"
             raise MalformedRow(f"{record.where}: {problem}; take it out")
+        check_unicode(str(value), f"{record.where}, {name}")
         return str(value)
 
     def _shield_given(self, value: Any, name: str, where: str) -> Any:
@@ -614,9 +615,9 @@ class ChatEncoder(TextEncoder):
         Raises:
             MalformedRow: a text has a mark of media.
         """
-        if self.media is not None and MEDIA_OPEN in json.dumps(
-            value, ensure_ascii=False, default=str
-        ):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        check_unicode(text, f"{where}, {name}")
+        if self.media is not None and MEDIA_OPEN in text:
             raise MalformedRow(f"{where}: the {name} hold U+FDD2, which is reserved; take it out")
         return self._shield_all(value, False)
 

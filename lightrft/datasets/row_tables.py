@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from lightrft.datasets.rows.recorded_row import RecordedRow, recorded
-from lightrft.utils.errors import DataError, did_you_mean
+from lightrft.utils.errors import DataError, did_you_mean, is_unicode
 from lightrft.utils.yaml_text import parse_json
 
 if TYPE_CHECKING:
@@ -105,6 +105,13 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
         problem = f"no column {name!r} (data.columns.{what})"
         raise MalformedRow(f"{where}: {problem}; the row has: {have}{hint}")
     return value
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Raise ``MalformedRow`` for a text with half of a surrogate pair, which JSON can spell."""
+    if not is_unicode(text):
+        problem = "a text has half of a surrogate pair, which is no character"
+        raise MalformedRow(f"{where}: {problem}; leave it out")
 
 
 def as_row(value: object, where: str) -> Row:

@@ -16,7 +16,7 @@ from typing import Any
 from lightrft.datasets.media.fetch import is_data_url
 from lightrft.datasets.media.items import CLOSE, OPEN, Item, is_same, listed, mark
 from lightrft.datasets.media.parts import KINDS, kind_of, read_part
-from lightrft.datasets.row_tables import MalformedRow, Row, named_column
+from lightrft.datasets.row_tables import MalformedRow, Row, check_unicode, named_column
 from lightrft.datasets.rows.recorded_row import is_raw
 
 USUAL = {
@@ -136,12 +136,14 @@ class MediaFinder:
     def plain(self, text: str, where: str) -> str:
         """Return the ``text`` of a content part, whose markers are ordinary words.
 
-        Raises ``MalformedRow`` for text that contains reserved mark characters.
+        Raises ``MalformedRow`` for text that contains reserved mark characters, or that is no
+        Unicode.
         """
         # without this check, a row could write a mark itself and read an item of its choice
         if self.reads.spellings and _RESERVED.search(text):
             reserved = "U+FDD2 or U+FDD3, which are reserved for places of media"
             raise MalformedRow(f"{where}: the text holds {reserved}; take them out")
+        check_unicode(text, where)
         return text
 
     def has_columns(self, row: Row) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lightrft.config.data import ProcessDataConfig
 from lightrft.datasets.preference.raw_preference import mappings
 from lightrft.datasets.row_parser import number
-from lightrft.datasets.row_tables import MalformedRow, Row
+from lightrft.datasets.row_tables import MalformedRow, Row, check_unicode
 from lightrft.datasets.row_warnings import is_missing
 from lightrft.datasets.rows.recorded_row import unrecorded
 from lightrft.datasets.rows.row_content import Raw, find_prompt, raw_prompt, with_context
@@ -84,6 +84,7 @@ def read_steps(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
             raise MalformedRow(f"{where}: step {k} is {step!r}, not a text")
         if not step.strip():
             raise MalformedRow(f"{where}: step {k} is empty")
+        check_unicode(step, f"{where}, step {k}")
         if not math.isnan(label) and not 0 <= label <= 1:
             problem = f"the label of step {k} is {label:g}, not from 0 to 1"
             raise MalformedRow(f"{where}: {problem}")

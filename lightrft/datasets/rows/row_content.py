@@ -221,11 +221,10 @@ def column_prompt(row: Row, columns: Columns, where: str, *, has_response: bool)
         return None
     value = look_up(row, name)
     if not columns.prompt:
-        known = usual(columns, "prompt")
-        pair = {n: row.get(n) for n in ("instruction", "input") if n in known}
-        if name in pair and isinstance(pair.get("instruction"), str):
+        pair = {"instruction", "input"}.intersection(usual(columns, "prompt"))
+        if name in pair and isinstance(row.get("instruction"), str) and "instruction" in pair:
             try:
-                value = with_input(pair)
+                value = with_input({n: row.get(n) for n in pair})
             except ValueError as error:
                 raise MalformedRow(f"{where}: {error}") from None
         elif not has_response and name not in CONVERSATIONS:
@@ -258,7 +257,7 @@ def prompt_column(row: Row, columns: Columns, where: str) -> str:
 
 
 def with_input(row: Row) -> str:
-    """Return the prompt of ``{instruction, input}``: both with a blank line between them.
+    """Return the prompt of ``{instruction, input}``: both with a blank line between them, or one.
 
     Raises ``ValueError`` if one of them is no text.
     """
@@ -266,7 +265,7 @@ def with_input(row: Row) -> str:
     for name, value in (("instruction", instruction), ("input", given)):
         if not isinstance(value, str | None):
             raise ValueError(f"{name} must be text, not {type(value).__name__}")
-    return f"{instruction}\n\n{given}" if given else instruction
+    return f"{instruction}\n\n{given}" if given and instruction else given or instruction
 
 
 def with_context(row: Row, columns: Columns, prompt: Raw, where: str) -> Raw:

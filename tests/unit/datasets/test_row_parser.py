@@ -175,6 +175,7 @@ def test_two_column_instructions_are_read_without_a_reader():
     found = record({"instruction": "Add.", "input": "1 1", "output": "2"})
     assert (found.prompt, found.response) == ("Add.\n\n1 1", "2")
     assert record({"instruction": "Add.", "input": "", "output": "2"}).prompt == "Add."
+    assert record({"instruction": "", "input": "1 1", "output": "2"}).prompt == "1 1"
     with pytest.raises(MalformedRow, match="line 7: input must be text, not list"):
         record({"instruction": "Add.", "input": ["1", "1"], "output": "2"})
 

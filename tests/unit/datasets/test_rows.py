@@ -247,6 +247,39 @@ def test_each_column_that_nothing_reads_is_counted_once_for_each_source(
     assert "note" not in caplog.text and not caplog.records
 
 
+@pytest.mark.parametrize("name", ["prompt", "question", "messages"])
+def test_an_instruction_next_to_another_prompt_is_counted(tmp_path: Path, name: str) -> None:
+    asked = [ASKED, TOLD] if name == "messages" else "1+1?"
+    row = {"instruction": "Add.", name: asked, "response": "2"}
+    (columns,) = prompts(tmp_path, row).unread.values()
+    assert columns == {"instruction": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"prompt": "a\ud800", "chosen": "2", "rejected": "3"}, "line 1"),
+        ({"prompt": "1?", "chosen": "2\udfff", "rejected": "3"}, "line 1"),
+        ({"prompt": "1?", "chosen": "2", "rejected": "3", "system": "\ud83d"}, "message 1"),
+        ({"prompt": "1?", "chosen": "2", "rejected": "3", "note": "\ud83d"}, "line 1, note"),
+        ({"prompt": [{**ASKED, "name": "\ud83d"}], "chosen": "2", "rejected": "3"}, "message 1"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_malformed_row(
+    tmp_path: Path, row: dict[str, Any], place: str
+) -> None:
+    problem = f"{place}.*: a text has half of a surrogate pair, .*; leave it out"
+    options = {"template": "{note} {prompt}"} if "note" in row else {}
+    with pytest.raises(MalformedRow, match=problem):
+        compared(tmp_path, row, **options)
+    with pytest.raises(MalformedRow, match=problem):
+        examples(tmp_path, {**row, "response": row["chosen"]}, **options)
+    steps = {**row, "completions": [row["chosen"]], "labels": [True]}
+    with pytest.raises(MalformedRow, match=problem):
+        data = ProcessDataConfig(sources=[{"path": saved(tmp_path, steps)}], **options)
+        ProcessDataset(data, TOKENIZER, max_tokens=99, seed=0)
+
+
 def test_columns_beside_a_nested_one_that_is_read_are_counted(tmp_path: Path) -> None:
     row = {"data": {"q": {"text": "1+1?", "by": "Ann"}, "a": "2", "note": "easy", "level": 3}}
     found = examples(tmp_path, row, columns={"prompt": "data.q.text", "response": "data.a"})
