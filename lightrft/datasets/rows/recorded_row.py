@@ -46,7 +46,8 @@ class RecordedRow(dict[str, Any]):
 
     def note_inside(self, path: Sequence[str]) -> None:
         """Record a nested column as read. Its siblings stay unread, by names with dots."""
-        place, value = path[0], super().get(path[0])
+        place = path[0]
+        value: Any = super().get(place)
         for part in path[1:]:
             if place in self.unread:
                 self.unread.remove(place)
