@@ -17,6 +17,7 @@ from torch import Tensor
 from lightrft.engines.vllm_parts.media import (
     MediaKind,
     check_media,
+    check_positions,
     media_digest,
     refuse_media,
     tensors_of,
@@ -77,6 +78,7 @@ class ServedMedia:
     def check(self, prompt: Prompt) -> None:
         """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way."""
         check_media(self._settings, self._kinds, prompt)
+        check_positions(self._settings, prompt)
 
     def features(self, prompt: Prompt, weights: str) -> dict[str, Any]:
         """Return the field ``features`` of the request for ``prompt``.

@@ -20,6 +20,8 @@ SERVED_KINDS: Mapping[str, tuple[str, ...]] = {
     "qwen2_audio": ("audio",),
 }
 """Kinds of media of each family whose responses were compared with those of transformers."""
+PLACED = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+"""Classes of vLLM whose videos have positions in time."""
 AUDIO_FRAMES = 3000
 """Frames of the only window of audio that vLLM takes: 30 seconds."""
 
@@ -75,14 +77,34 @@ def check_media(settings: Any, kinds: Sequence[MediaKind], prompt: Prompt) -> No
         prompt: The prompt.
     """
     refuse_media(settings, [kind.name for kind in kinds if tensors_of(kind, prompt)])
-    check_positions(settings, prompt)
+
+
+def place_text(model: Any) -> None:
+    """Place text after the longer side of a frame, as the forward of transformers does.
+
+    vLLM places it after the last position, which may be one of the time axis.
+
+    Args:
+        model: vLLM's model.
+    """
+    if type(model).__name__ not in PLACED:
+        return
+    own = model.get_mrope_input_positions
+
+    def positions(tokens: list[int], features: list[Any]) -> tuple[Tensor, int]:
+        found, delta = own(tokens, features)
+        for start, steps, height, width, _ in model.iter_mm_grid_thw(features):
+            end = start + steps * height * width
+            beyond = int(found[:, start:end].max() - found[0, start]) + 1 - max(height, width)
+            found[:, end:] -= beyond
+            delta -= beyond
+        return found, delta
+
+    model.get_mrope_input_positions = positions
 
 
 def check_positions(settings: Any, prompt: Prompt) -> None:
-    """Refuse videos after which vLLM counts positions in another way.
-
-    transformers continues after the longer side of a frame, and vLLM after the last position, which
-    may be one of the time axis.
+    """Refuse videos after which a server of vLLM counts positions in another way (``place_text``).
 
     Args:
         settings: The config of the model, of transformers.
@@ -104,10 +126,10 @@ def check_positions(settings: Any, prompt: Prompt) -> None:
         side = max(height, width) // vision.spatial_merge_size
         if last >= side:
             raise ConfigError(
-                f"vLLM cannot generate for prompt {prompt.id!r}: a video reaches "
+                f"the server cannot generate for prompt {prompt.id!r}: a video reaches "
                 f"position {last} in time and {side - 1} in its frames, and vLLM places the "
                 "text after it elsewhere than transformers; give shorter videos or larger "
-                "frames, or set engine.kind=native"
+                "frames, or set engine.kind to vllm or native"
             )
 
 
@@ -145,6 +167,7 @@ class VLLMMedia:
         self._items = _items_class(self._parse.ModalityDataItems)
         # requests for one prompt follow each other
         self._last: tuple[Prompt, int, dict[str, Any]] | None = None
+        llm.apply_model(place_text)
 
     def input(self, prompt: Prompt, version: int) -> dict[str, Any]:
         """Return vLLM's input of ``prompt``, with the ids and places of its placeholders.
