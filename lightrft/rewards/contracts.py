@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightrft.rewards.registry import REWARDS, Reward, load_reward
+from lightrft.rewards.registry import FOREIGN, REWARDS, Reward, load_reward
 from lightrft.rewards.sandbox.trial import TrialOutcome, calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.contract_result import CheckResult
@@ -60,7 +60,8 @@ def is_reward(name: str) -> bool:
     """Return whether ``name`` is a registered reward or a function of a rollout.
 
     Its first parameter is named ``rollout`` or ``rollouts``, or it is the only one that must be
-    given and is not named as that of another kind.
+    given and is not named as that of another kind. A reward function of another framework is one
+    too, so that it gets the message of such a function.
     """
     if ":" not in name:
         return name in REWARDS
@@ -72,6 +73,8 @@ def is_reward(name: str) -> bool:
     if not parameters or parameters[0].name in ("rollout", "rollouts"):
         return bool(parameters)
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
+    if FOREIGN.keys() & required:
+        return True
     return len(required) == 1 and required[0] not in OTHER_ARGUMENTS
 
 

@@ -99,6 +99,8 @@ def kind_of(name: str) -> str:
         return _kind_of_registered(name)
     # any registry will do: all import ``package.module:function`` in the same way
     function = COMPONENT_KINDS["loss"].registry[name]
+    if not callable(function):
+        raise ConfigError(f"{name!r} is a {type(function).__name__}, not a function")
     parameters = inspect.signature(function).parameters
     # "batch" is a keyword of one kind and a positional argument of others, so keywords go first.
     known_keywords = {keyword for kind in COMPONENT_KINDS.values() for keyword in kind.given}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightrft.cli.main import main
 from lightrft.rewards.contracts import reward_verdicts
 from lightrft.rewards.sandbox.results import VALUE, InvalidReward, terms_of
 
@@ -63,3 +64,35 @@ def test_check_finds_a_dict_that_names_no_reward(tmp_path: Any) -> None:
     broken = {c.check: c.broken for c in reward_verdicts(f"{file}:f", {}, 10.0)}
     assert "'acc', 'length'" in broken["number"]
     assert not any(c.broken for c in reward_verdicts(f"{file}:g", {}, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "framework"),
+    [
+        ("completions, **kwargs", "TRL"),
+        ("prompts, completions, answer, **kwargs", "TRL"),
+        ("data_source, solution_str, ground_truth, extra_info=None", "verl"),
+        ("queries, prompts, labels", "OpenRLHF"),
+        ("reward_inputs", "EasyR1"),
+    ],
+)
+def test_check_names_the_framework_of_a_reward_whatever_its_number_of_arguments(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], parameters: str, framework: str
+) -> None:
+    file = tmp_path / "rw.py"
+    file.write_text(f"def f({parameters}):\n    return 1.0\n")
+    assert main(["check", f"{file}:f"]) == 2
+    said = capsys.readouterr().err
+    assert f"of rewards of {framework}; here a function gets one rollout" in said
+
+
+@pytest.mark.parametrize("kind", [[], ["--kind", "loss"], ["--kind", "reward"]])
+def test_check_refuses_a_name_that_is_no_function(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], kind: list[str]
+) -> None:
+    file = tmp_path / "rw.py"
+    file.write_text("f = 3\n")
+    assert main(["check", f"{file}:f", *kind]) == 2
+    said = capsys.readouterr().err
+    assert "rw.py:f' is" in said
+    assert "not a function" in said
