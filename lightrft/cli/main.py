@@ -14,7 +14,7 @@ from logging import ERROR, WARNING
 from lightrft.distributed.error_report import report_error
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
-from lightrft.utils.atomic_files import disk_problem
+from lightrft.utils.atomic_files import disk_problem, path_problem
 from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.stop_signal import Terminated, raise_at_termination
@@ -147,6 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(
                 f"lightrft {verb}: a file cannot be written or read ({problem}); free some "
                 "space, or choose another disk\n"
+            )
+            return 2
+        if problem := path_problem(error):
+            sys.stderr.write(
+                f"lightrft {verb}: a file or folder cannot be written or read ({problem}); choose "
+                "another path\n"
             )
             return 2
         report_error(error)

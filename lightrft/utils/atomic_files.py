@@ -215,6 +215,11 @@ def _as_mapping(value: Any) -> object:
 WITHOUT_ROOM = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (*WITHOUT_ROOM, errno.EROFS, errno.EIO)
 """Error numbers that concern the disk itself and not one file."""
+UNUSABLE_PATH = (
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+)
+"""Error numbers that concern one path, which another path avoids."""
 
 
 @contextmanager
@@ -251,6 +256,12 @@ def disk_problem(error: BaseException, folder: Path | None = None) -> str:
         if number in UNUSABLE or _is_inside(folder, name, cause):
             return f"{os.strerror(number)}: {name}" if name else os.strerror(number)
     return ""
+
+
+def path_problem(error: BaseException) -> str:
+    """Return a text that says why the path that ``error`` names cannot be used, or ""."""
+    number, name = _number_and_file(error)
+    return f"{os.strerror(number)}: {name}" if name and number in UNUSABLE_PATH else ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

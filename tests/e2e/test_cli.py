@@ -90,6 +90,18 @@ def test_a_verb_like_no_other_shows_all_of_them(capsys):
     assert "did you mean" not in outcome.err
 
 
+def test_a_path_that_cannot_be_made_is_named_without_a_traceback(capsys, model_folder, tmp_path):
+    file, rows = tmp_path / "file", tmp_path / "p.jsonl"
+    file.touch()
+    rows.write_text('{"prompt": "1+1?"}\n')
+    generate = ("generate", f"model.path={model_folder}", f"data.sources=[{rows}]")
+    for words, of in [
+        ((*generate, f"output={file / 'x.jsonl'}"), "Not a directory"),
+        (("convert", model_folder, f"output={file / 'x'}"), "File exists"),
+    ]:
+        assert_refused(command(capsys, *words), of, str(file), "choose another path")
+
+
 def test_the_settings_and_files_may_come_in_any_order(capsys, tmp_path):
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text("rollout: {group_size: 3}\nsampling: {temperature: 0.5}\n")
