@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightrft.config.model import TASK_VECTORS, ConvertConfig, MergeConfig, MergeInput, ModelConfig
 from lightrft.models.families import family_of
-from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.export_check import (
     check_export,
     fits_memory,
@@ -242,7 +241,7 @@ def _open(config: MergeConfig, runs: Path) -> _Inputs:
     if base_path is not None and config.merge_method in TASK_VECTORS:
         base = without_tied_copies(open_model(base_path))
     elif base_path is not None and not any(
-        saved_adapters(ModelConfig(path=one.model)) for one in config.models
+        (Path(one.model).expanduser() / ADAPTER_CONFIG).is_file() for one in config.models
     ):
         raise ConfigError(
             f"base_model is not read by merge_method = {config.merge_method!r} without adapters; "

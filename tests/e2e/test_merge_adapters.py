@@ -204,6 +204,21 @@ def test_an_error_of_peft_is_shown_whole(lightrft, tmp_path):
     assert_refused(refused, "size mismatch for", "q_proj.lora_A", "[2, 64]", "[2, 32]")
 
 
+def test_adapters_that_name_no_base_are_merged_into_base_model(lightrft, tmp_path):
+    base = saved(tiny_model("qwen2"), tmp_path / "base")
+    adapters = tmp_path / "adapters"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trained(model, LoraConfig(r=2, target_modules=QV), adapters)
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    del config["base_model_name_or_path"]
+    (adapters / "adapter_config.json").write_text(json.dumps(config))
+    words = ["merge", adapters, f"output={tmp_path / 'out'}"]
+    assert_refused(lightrft(*words), "does not name a base model", "base_model in lightrft merge")
+    done = lightrft(*words, f"base_model={base}")
+    assert done.status == 0, done.err
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_adapters_in_the_names_of_an_older_transformers_are_merged(lightrft, tmp_path):
     """transformers 4 had a module for each expert."""
     base = saved(family_model("mixtral"), tmp_path / "base")

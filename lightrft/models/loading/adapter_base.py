@@ -10,6 +10,11 @@ from lightrft.utils.atomic_files import looks_like_path
 from lightrft.utils.errors import ModelError, first_line
 from lightrft.utils.peft_folder import ADAPTER_CONFIG, named_base
 
+_WAY_OUT = (
+    "set model.base (base_model in lightrft merge) to the folder or name of the model that the "
+    "adapters were trained on"
+)
+
 
 class SavedAdapters(NamedTuple):
     """A folder of adapters.
@@ -48,7 +53,7 @@ def saved_adapters(config: ModelConfig) -> SavedAdapters | None:
     if not (named or config.base):
         raise ModelError(
             f"{where}: its {ADAPTER_CONFIG} does not name a base model (base_model_name_or_path); "
-            "set model.base to the folder or name of the model that the adapters were trained on"
+            + _WAY_OUT
         )
     own: dict[str, Any] = {"path": config.base or named, "base": None, "lora": None}
     if config.revision is None and config.base is None:
@@ -69,9 +74,8 @@ def _check_base(base: ModelConfig, where: str, source: str) -> None:
         problem = "is not there"
     else:
         return
-    way_out = "set model.base to the folder or name of the model that the adapters were trained on"
     named = source or f"model.base = {base.path!r}"
-    raise ModelError(f"{where}: its base model {problem}: {named}; {way_out}")
+    raise ModelError(f"{where}: its base model {problem}: {named}; {_WAY_OUT}")
 
 
 def base_of(config: ModelConfig) -> ModelConfig:
