@@ -32,6 +32,11 @@ def redacted(settings: Settings, *, exclude_defaults: bool = False) -> Tree:
     return {name: _cleaned(getattr(settings, name), value, name) for name, value in tree.items()}
 
 
+def is_secret(option: str) -> bool:
+    """Return whether the value of an option is a secret by the option's name."""
+    return _OPTION.search(option) is not None
+
+
 def check_complete(settings: Settings) -> None:
     """Raise ``ConfigError`` if ``settings`` contain redacted secrets.
 

@@ -108,8 +108,15 @@ def read_foreign(path: Path) -> Foreign:
     Raises:
         ConfigError: The file is missing, is no YAML, or has no options.
     """
+    if path.is_dir():
+        raise ConfigError(f"path = {str(path)!r} is a folder; name the file of the config in it")
     if not path.is_file():
         raise ConfigError(f"path = {str(path)!r}: there is no such file{nearest_name(path)}")
+    if path.suffix.lower() == ".py":
+        raise ConfigError(
+            f"path = {str(path)!r} is a Python program, which is not run here; save the arguments "
+            "of its trainer, as by args.to_json_string(), and give that JSON file"
+        )
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix.lower() in (".yaml", ".yml", ".json"):
         found = Foreign(_tree_options(text, path))
@@ -219,15 +226,27 @@ def _word_options(words: list[str]) -> Iterator[tuple[str, Any]]:
             yield name, _value(value)
             continue
         start = k
+        # The first one is the program that gets the options; a later one is a value.
+        has_program = _has_program(words[:k])
         while k < len(words) and not _NEXT.match(words[k]):
+            if words[k].endswith(".py") and not has_program:
+                break
             k += 1
         given = [_value(one) for one in words[start:k]]
         if name:
             yield name, True if not given else given[0] if len(given) == 1 else given
 
 
-_NEXT = re.compile(r"--|-[A-Za-z]$|[+]*[A-Za-z_][\w.]*\.\w+=|.*\.py$")
-"""Words that are no value of the option before them: another option, or the script."""
+_NEXT = re.compile(r"--|-[A-Za-z]$|[+]*[A-Za-z_][\w.]*\.\w+=")
+"""Words that are no value of the option before them, but another option."""
+
+
+def _has_program(words: list[str]) -> bool:
+    """Return whether the words of a command name the program that its further options are for."""
+    text = " ".join(words)
+    return any(word.endswith(".py") for word in words) or any(
+        re.search(rf"(?<![\w-]){re.escape(command)}", text) for _, command in COMMANDS
+    )
 
 
 def _value(word: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrft.config.base import Settings, Tree, build, has_setting
 from lightrft.config.config_tools import ImportConfig
-from lightrft.config.other_names.conversions import processes_in
+from lightrft.config.other_names.conversions import Project, processes_in
 from lightrft.config.other_names.lookup import setting_of
 from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, Unclear, counted
 from lightrft.config.other_names.table import rows_of
@@ -26,6 +26,7 @@ from lightrft.config.verbs import (
 )
 from lightrft.diagnostics.importing.defaults import DEFAULTS
 from lightrft.diagnostics.importing.reading import Foreign, read_foreign
+from lightrft.observability.redaction import MARK, is_secret
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml
@@ -197,7 +198,9 @@ def _translate(
     is_default: bool,
 ) -> None:
     """Add what one option sets to ``result``, or the reason why it sets nothing."""
-    shown = f"{name} = {inline_yaml(value)}"
+    # ``use_wandb`` of OpenRLHF takes the key of the account.
+    key = row is not None and isinstance(row.convert, Project) and isinstance(value, str)
+    shown = f"{name} = {MARK if key or is_secret(name) else inline_yaml(value)}"
     note = f": {row.note}" if row is not None and row.note else ""
     here = setting_of(row, exists) if row is not None else ""
     if row is None:

@@ -310,6 +310,8 @@ def test_the_verb_prints_a_config_or_writes_it(
         (["{tmp}/other.yaml", "--from", "tlr"], "Input should be 'auto', 'trl'"),
         (["{tmp}/other.yaml", "{tmp}/empty.yaml"], "several files are named"),
         (["{tmp}/bad.yaml"], "is not YAML"),
+        (["{tmp}/train.py"], "is a Python program"),
+        (["{tmp}"], "is a folder"),
     ],
 )
 def test_what_cannot_be_read_is_refused(
@@ -318,6 +320,7 @@ def test_what_cannot_be_read_is_refused(
     (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "other.yaml").write_text("colour: red\n")
     (tmp_path / "bad.yaml").write_text("a: [\n")
+    (tmp_path / "train.py").write_text("args = GRPOConfig(learning_rate=1e-6, beta=0.0)\n")
     assert main(["import-config", *(word.format(tmp=tmp_path) for word in words)]) == 2
     assert said in capsys.readouterr().err
 
@@ -360,3 +363,33 @@ def test_several_servers_of_lightrft_are_several_rewards_to_set_by_hand() -> Non
     assert any("several rewards" in line for line in result.left)
     own = collect(Foreign({"remote_rm_url": "a/b.py"}), "lightrft", "rl")
     assert own.tree["reward.terms"] == ["a/b.py:reward_func"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "swift rlhf --rlhf_type grpo --external_plugins a/p.py --beta 0.1",
+        "python -m openrlhf.cli.train_ppo_ray --pretrain m --external_plugins a/p.py --beta 0.1",
+        "torchrun --nproc_per_node 2 --no_python run.py --external_plugins a/p.py --beta 0.1",
+    ],
+)
+def test_a_python_file_after_the_program_is_the_value_of_an_option(
+    tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "run.sh").write_text(command)
+    options = read_foreign(tmp_path / "run.sh").options
+    assert options["external_plugins"] == "a/p.py"
+    assert options["beta"] == 0.1
+    assert "run.py" not in options.values()
+
+
+def test_the_keys_of_accounts_are_left_out_of_comments(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "WANDB_API_KEY=hidden1 python -m openrlhf.cli.train_dpo --pretrain m --use_wandb hidden2 "
+        "--hub_token hidden3 --swanlab_api_key hidden4 --beta 0.1"
+    )
+    foreign = read_foreign(tmp_path / "run.sh")
+    text = translate(foreign, "openrlhf", "dpo").text()
+    assert "hidden" in str(foreign.options)
+    assert "hidden" not in text
+    assert "use_wandb = <redacted>" in text
