@@ -631,7 +631,9 @@ def _nearest(cls: type[Settings], path: Sequence[str]) -> str:
     # A setting without its section, as in ``group_size=8``.
     below = [key for key in leaves(cls) if key.endswith(f".{last}")] if not above else []
     if len(below) == 1:
-        return f"did you mean {below[0]}?"
+        # ``rewards`` may be a setting of a section, or ``reward`` with a letter too many.
+        near = difflib.get_close_matches(last, known, n=1, cutoff=0.8)
+        return f"did you mean {' or '.join([*near, *below])}?"
     if near := difflib.get_close_matches(last, known, n=1):
         return f"did you mean {'.'.join([*above, near[0]])}?"
     if below:

@@ -339,7 +339,7 @@ def frozen(part: str, *others: str) -> Any:
 
 OPENRLHF_KL = ("init_kl_coef", "algo.kl.init_coef")
 """Coefficients that act in the reward without ``use_kl_loss``."""
-RANKS = ("lora_rank", "lora_r", "ds.lora.rank", "model.lora_rank")
+RANKS = ("lora_rank", "lora_r", "r", "ds.lora.rank", "model.lora_rank")
 RANKS += tuple(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora.rank"))
 
 
@@ -481,7 +481,12 @@ def overlong(*factors: str) -> Any:
 
     def convert(value: Any, options: Options) -> Any:
         # A flag may turn the length off.
-        flags = ("overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
+        flags = (
+            "overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.enable",
+            "reward.reward_kwargs.overlong_buffer_cfg.enable",
+            "reward_model.overlong_buffer.enable",
+        )
         if not value or any(options.get(flag) is False for flag in flags):
             return Converted()
         penalty = number(options, *factors)

@@ -94,16 +94,19 @@ REWARD = (
         to.overlong("overlong_penalty_factor", "overlong_buffer_penalty_factor"),
     ),
     NameRow(
-        "{reward_model,reward}.reward_kwargs.overlong_buffer_cfg.len",
+        "{reward_model,reward}.reward_kwargs.overlong_buffer_cfg.len "
+        "reward_model.overlong_buffer.len",
         "algorithm.shaping",
         "the option `buffer` of `overlong`, in tokens",
         to.overlong(
             "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
             "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+            "reward_model.overlong_buffer.penalty_factor",
         ),
     ),
     NameRow(
         "{reward_model,reward}.reward_kwargs.overlong_buffer_cfg.{enable,penalty_factor,log} "
+        "reward_model.overlong_buffer.{enable,penalty_factor,log} "
         "{reward_model,reward}.reward_kwargs.max_resp_len",
         "algorithm.shaping",
         "`overlong`, with its length and penalty as options; the longest response is "

@@ -449,7 +449,7 @@ RUN = (
             else str(value).replace("/", "-")
         ),
     ),
-    NameRow("seed data_seed train.seed trainer.seed", "run.seed"),
+    NameRow("seed data_seed random_state train.seed trainer.seed", "run.seed"),
     NameRow(
         "resume_from_checkpoint resume_mode trainer.resume_mode load_checkpoint ckpt.load_enable",
         "run.resume",

@@ -306,6 +306,7 @@ ROLLOUT_ROWS = (
         "vllm.enable_prefix_caching enable_prefix_caching vllm_enable_prefix_caching",
         "vllm_max_model_len vllm_max_model_length vllm_maxlen vllm_model_impl vllm_dtype",
         "vllm_group_port vllm_server_group_port vllm_max_lora_rank vllm_enable_lora vllm_config",
+        "max_lora_rank float8_kv_cache",
         "vllm_limit_mm_per_prompt vllm_disable_** vllm_enable_expert_parallel vllm_engine_kwargs",
         "vllm_mm_processor_cache_gb vllm_reasoning_parser vllm_use_async_engine",
         "vllm_sync_frequency weight_sync_steps weight_sync_timeout enable_flattened_weight_sync",

@@ -200,6 +200,10 @@ def test_the_ending_of_a_name_never_answers_for_another_section(section: str) ->
         ("group_sise=8", "unknown setting group_sise"),
         ("prompts_per_step=8", "did you mean rollout.prompts_per_step?"),
         ("num_mini_batch=8", "unknown setting num_mini_batch"),
+        ("rewards=math", "did you mean reward or algorithm.normalize.rewards?"),
+        ("reward_model.overlong_buffer.len=4096", "overlong_buffer.len is algorithm.shaping here"),
+        ("reward_model.overlong_buffer.log=true", "overlong_buffer.log is algorithm.shaping here"),
+        ("fast_inference=true", "is engine.kind here (engine.kind=vllm)"),
     ],
 )
 def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) -> None:
@@ -245,6 +249,11 @@ def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) ->
         ("dpo", "router_aux_loss_coef=0.1", "router_aux_loss_coef is model.router_aux_loss_coef"),
         ("rm", "model.aux_loss_coef=0.1", "model.router_aux_loss_coef in lightrft rl"),
         ("sft", "moe_aux_loss_coeff=0.1", "Megatron's losses of routers, one for each layer"),
+        ("sft", "r=16", "r is model.lora.rank here"),
+        ("sft", "random_state=3407", "random_state is run.seed here"),
+        ("sft", "use_gradient_checkpointing=unsloth", "(model.gradient_checkpointing=true)"),
+        ("sft", "max_lora_rank=32", "max_lora_rank has no counterpart here"),
+        ("sft", "full_finetuning=true", "full_finetuning is model.lora here"),
     ],
 )
 def test_the_answer_is_the_one_of_the_verb(verb: str, given: str, expected: str) -> None:
