@@ -69,8 +69,8 @@ def last_box(text: str) -> tuple[int, str | None] | None:
     last = boxes[-1]
     start = last.end()
     if text[start : start + 1] != "{":
-        # TeX takes one character or command as the argument: \boxed 5.
-        word = re.match(r"\\[A-Za-z]+|\S", text[start:])
+        # TeX takes one character or command as the argument. Who writes \boxed 12 means the number.
+        word = re.match(r"\\[A-Za-z]+|-?\d++(?:[.,]\d++)*+|\S", text[start:].lstrip())
         return last.start(), word.group() if word else None
     depth = 0
     escaped = False

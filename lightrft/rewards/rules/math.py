@@ -60,6 +60,7 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%
 _NAMED = re.compile(r"\A[A-Za-z]{2}[A-Za-z ]*+[=:]\s*+(?=[^=,]+\Z)")  # such as "Area ="
 _POINTS = re.compile(r"\\(angle|measuredangle|triangle)\s*\{?\s*([A-Z]{2,})")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
+_REVERSED = re.compile(r"\A([^=,A-Za-z]++)=\s*+([A-Za-z])\Z")  # such as "5 = x"
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 
@@ -277,7 +278,7 @@ def _check_gold(gold: str) -> None:
 
 def _unassigned(gold: str, answer: str) -> tuple[str, str]:
     """Remove a leading ``x =`` if only one side has it, or both have the same."""
-    gold, answer = (_NAMED.sub("", text) for text in (gold, answer))
+    gold, answer = (_REVERSED.sub(r"\2=\1", _NAMED.sub("", text)) for text in (gold, answer))
     gold_name = re.match(_ASSIGNED, gold)
     answer_name = re.match(_ASSIGNED, answer)
     if gold_name and answer_name and gold_name.group(1) != answer_name.group(1):

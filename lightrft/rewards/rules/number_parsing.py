@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,6 +35,11 @@ _UNICODE = str.maketrans(
         # Marks without width: of the byte order, and between letters.
         **dict.fromkeys("\ufeff\u200b\u2060", ""),
     }
+)
+_RAISED = re.compile(r"⁻?[⁰¹²³⁴-⁹]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_REPEATING = re.compile(
+    r"(?P<whole>(?<!\d)\d{0,30})\.(?P<once>\d{0,30})\\(?:overline|bar|dot)\s*\{(?P<again>\d{1,30})\}"
 )
 _WRAPPED = [
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
@@ -179,7 +185,9 @@ class Quantity:
 
 def tidy(text: str) -> str:
     """Reduce ``text`` to bare LaTeX, without delimiters, sizes, spacing and final full stop."""
-    text = text.translate(_UNICODE)
+    text = _RAISED.sub(_power, text.translate(_UNICODE))
+    text = _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKD', found[0])}", text)
+    text = _REPEATING.sub(_repeating, text).replace("\u2044", "/")
     # Delimiters are nested in any order, e.g. **$5$.**. A written answer has few levels of them.
     for _ in range(_LEVELS):
         before = text
@@ -203,6 +211,18 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
     return text.strip()
+
+
+def _power(found: re.Match[str]) -> str:
+    """Write a raised number, such as that of 10³, as a power."""
+    return f"^{{{unicodedata.normalize('NFKD', found[0]).replace(chr(0x2212), '-')}}}"
+
+
+def _repeating(found: re.Match[str]) -> str:
+    r"""Write a repeating decimal, such as ``0.1\overline{6}``, as a fraction."""
+    whole, once, again = found["whole"], found["once"], found["again"]
+    top = int(whole + once + again) - int(whole + once or "0")
+    return rf"\frac{{{top}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
 def _without_delimiters(text: str) -> str:

@@ -89,6 +89,18 @@ def test_rules_read_the_turn_that_the_prompt_begins(name, begun, text, label, sc
 
 
 RIGHT = [
+    ("12", r"The answer is $\boxed 12$."),
+    ("-1.5", r"\boxed -1.5"),
+    ("1/3", r"\boxed{0.\overline{3}}"),
+    (r"0.\bar{3}", r"\boxed{\frac13}"),
+    ("-7/6", r"\boxed{-1.1\overline{6}}"),
+    ("3/4", r"\boxed{¾}"),
+    ("3.75", r"\boxed{3¾}"),
+    ("1200", r"\boxed{1.2×10³}"),
+    ("0.001", r"\boxed{10⁻³}"),
+    ("x^2+1", r"\boxed{x²+1}"),
+    ("12", r"\boxed{12 cm²}"),
+    ("5", r"\boxed{5 = x}"),
     ("18", r"So she makes \boxed{18} dollars."),
     ("18", "She makes 9 * 2 = $18 every day.\n#### 18"),
     ("18", "#### $18"),
@@ -165,6 +177,11 @@ RIGHT = [
     ("0", r"\boxed{-0}"),
 ]
 WRONG = [
+    ("1", r"\boxed 12"),
+    ("1/3", r"\boxed{0.\overline{4}}"),
+    ("1/3", r"\boxed{0.3\overline{0}}"),
+    ("1.210", r"\boxed{1.2×10³}"),
+    ("5", r"\boxed{2 + 3 = x, 6}"),
     ("18", ""),
     ("18", "   \n"),
     ("18", r"\boxed{}"),
