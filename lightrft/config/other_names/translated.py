@@ -135,12 +135,6 @@ MODELS = (
         "lora: set model.lora.rank; full: leave model.lora out; freeze: model.freeze",
         ValueTable({"lora": Converted(), "full": Converted()}),
     ),
-    NameRow(
-        "full_finetuning",
-        "model.lora",
-        "true: leave model.lora out; false: set model.lora.rank",
-        counted,
-    ),
     NameRow("load_in_4bit ds.load_in_4bit qlora", "model.load_in_4bit"),
     NameRow(
         "quantization_bit quant_bits",
@@ -153,12 +147,6 @@ MODELS = (
         "actor.gradient_checkpointing_enable model.gradient_checkpointing_enable "
         f"{MODEL}.enable_gradient_checkpointing model.enable_gradient_checkpointing",
         "model.gradient_checkpointing",
-    ),
-    NameRow(
-        "use_gradient_checkpointing",
-        "model.gradient_checkpointing",
-        "`unsloth` is true",
-        lambda value, _: bool(value),
     ),
     NameRow(
         "disable_gradient_checkpointing",
@@ -657,9 +645,7 @@ SAMPLING = (
             }
         ),
     ),
-    NameRow(
-        "use_vllm vllm fast_inference", "engine.kind", "true is `vllm`", when("engine.kind", "vllm")
-    ),
+    NameRow("use_vllm vllm", "engine.kind", "true is `vllm`", when("engine.kind", "vllm")),
     NameRow(
         "vllm_mode",
         "engine.kind",

@@ -449,6 +449,19 @@ RUN = (
             else str(value).replace("/", "-")
         ),
     ),
+    NameRow(
+        "use_gradient_checkpointing",
+        "model.gradient_checkpointing",
+        "`unsloth` is true",
+        lambda value, _: bool(value),
+    ),
+    NameRow(
+        "full_finetuning",
+        "model.lora",
+        "true: leave model.lora out; false: set model.lora.rank",
+        counted,
+    ),
+    NameRow("fast_inference", "engine.kind", "true is `vllm`", when("engine.kind", "vllm")),
     NameRow("seed data_seed random_state train.seed trainer.seed", "run.seed"),
     NameRow(
         "resume_from_checkpoint resume_mode trainer.resume_mode load_checkpoint ckpt.load_enable",
