@@ -30,6 +30,7 @@ from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import (
     Message,
     ParsedRow,
+    check_row_options,
     no_prompt,
     read_conversation,
     read_tools,
@@ -280,6 +281,7 @@ class ChatEncoder(TextEncoder):
 
         Raises ``MalformedRow`` if the column is no list of JSON schemas.
         """
+        check_row_options(record.row, self.options, record.where)
         tools = read_tools(record.row, self._tools_column, record.where)
         if tools and not self._writes_tools:
             if not self._warned:
@@ -291,7 +293,8 @@ class ChatEncoder(TextEncoder):
         return self._shield_given(tools, "tools", record.where)
 
     def _refuse_tools(self, record: ParsedRow) -> None:
-        """Raise ``MalformedRow`` for JSON schemas of tools that ``data.template`` does not read."""
+        """Raise ``MalformedRow`` for columns of a chat template, where none is in use."""
+        check_row_options(record.row, self.options, record.where)
         if not isinstance(record.row, RecordedRow) or "tools" not in record.row.unread:
             return
         try:

@@ -464,6 +464,32 @@ def read_tools(row: Row, name: str | None, where: str) -> list[object]:
     return [without_nulls(one) for one in tools]
 
 
+def check_row_options(row: Row, options: Mapping[str, object], where: str) -> None:
+    """Refuse arguments of the chat template that a row asks for and the run does not give.
+
+    Args:
+        row: the row. Its column ``chat_template_kwargs`` has the arguments.
+        options: the setting ``data.chat_template_options``.
+        where: location of the row, for messages.
+
+    Raises:
+        MalformedRow: an argument has another value in the row, or the column has no arguments.
+    """
+    asked = row.get("chat_template_kwargs")
+    if asked is None or asked == "":
+        return
+    if not isinstance(asked, Mapping):
+        raise MalformedRow(f"{where}: chat_template_kwargs is {asked!r}, not a table of arguments")
+    for name, value in without_nulls(asked).items():
+        if name not in options or options[name] != value:
+            given = repr(options[name]) if name in options else "not set"
+            raise MalformedRow(
+                f"{where}: chat_template_kwargs asks for {name} = {value!r}, and all rows of a run "
+                f"have data.chat_template_options.{name}, which is {given}; set it, or leave the "
+                "column out"
+            )
+
+
 def _json(value: Any, place: str) -> Any:
     """Return ``value``, parsed if it is JSON text. Raises ``MalformedRow``."""
     if not isinstance(value, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.media import NOTHING, MediaFinder, SupportedMedia
@@ -80,7 +80,17 @@ def read_record(
     prompt = find_prompt(row, columns, where, has_response=has_response)
     response = None
     is_turn = ends_with_assistant(prompt)
-    is_begun = is_turn and _is_begun(row, columns, where, prefill)
+    # Mistral and DeepSeek mark the beginning of a turn so.
+    is_marked = prefill is not False and _is_marked(prompt)
+    if is_marked:
+        last = {name: value for name, value in prompt[-1].items() if name != "prefix"}
+        prompt = [*prompt[:-1], last]
+    is_begun = is_marked or (is_turn and _is_begun(row, columns, where, prefill))
+    if is_marked and not is_prompt and not has_response:
+        raise MalformedRow(
+            f"{where}: the messages end with the beginning of a turn (prefix: true), and no column "
+            "has the rest of it; remove the mark if the turn is whole"
+        )
     if is_begun and not is_prompt:
         # A label is not the rest of a turn.
         is_begun = has_response and (bool(columns.response) or column in CONTINUATIONS)
@@ -95,6 +105,12 @@ def read_record(
     if prompt is None or prompt == "":
         _check_blank(row, finder, where)
     return parsed_row(row, prompt, response, columns, where, finder, is_begun=is_begun)
+
+
+def _is_marked(prompt: Raw | None) -> TypeGuard[list[Any]]:
+    if not isinstance(prompt, list) or not ends_with_assistant(prompt):
+        return False
+    return prompt[-1].get("prefix") is True
 
 
 def _is_begun(row: RecordedRow, columns: Columns, where: str, prefill: object) -> bool:

@@ -1,15 +1,21 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.config.data import Columns, DataConfig
+from lightrft.config.data import Columns, DataConfig, PreferenceDataConfig, SFTDataConfig
 from lightrft.datasets.chat_encoder import CLOSE, OPEN, ChatEncoder
 from lightrft.datasets.conversations.prefix_check import check_template
+from lightrft.datasets.preference.preference_dataset import PreferenceDataset
+from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.rows.row_reader import read_record
+from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.tiny.text import tiny_tokenizer
-from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.unit.datasets.tokenizers import (
+    CHATML,
     FORGETS,
     NO_END,
     OPENS_OTHERWISE,
@@ -316,3 +322,60 @@ def test_the_prefix_property_is_checked():
             match=r"does not keep what came before.*data\.turns: each.*model\.chat_template",
         ):
             check_template(chat_tokenizer(template))
+
+
+THINKS = "{% if enable_thinking %}think {% endif %}{{ tone }}|"
+"""A chat template that reads two arguments."""
+
+
+@pytest.mark.parametrize("verb", ["rl", "sft", "dpo", "kto"])
+@pytest.mark.parametrize(
+    ("asked", "options", "problem"),
+    [
+        ({"enable_thinking": True}, {"enable_thinking": True, "tone": "a"}, ""),
+        ({"enable_thinking": True, "tone": None}, {"enable_thinking": True}, ""),
+        (None, {"tone": "a"}, ""),
+        ({"enable_thinking": True}, {}, "asks for enable_thinking = True.*which is not set"),
+        ({"tone": "b"}, {"tone": "a"}, "data.chat_template_options.tone, which is 'a'"),
+        (["tone"], {"tone": "a"}, "is .'tone'., not a table"),
+    ],
+)
+def test_arguments_of_the_chat_template_in_a_row_are_those_of_the_run_or_refused(
+    tmp_path, verb, asked, options, problem
+):
+    answer = {"role": "assistant", "content": "2"}
+    rest = {
+        "rl": {},
+        "sft": {"response": [answer]},
+        "dpo": {"chosen": [answer], "rejected": [{**answer, "content": "3"}]},
+        "kto": {"completion": [answer], "label": True},
+    }[verb]
+    row = {"prompt": CHAT[:1], "chat_template_kwargs": asked, **rest}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tree = {"sources": str(tmp_path / "rows.jsonl"), "chat_template_options": options}
+    tokenizer = chat_tokenizer(THINKS + CHATML)
+
+    def read():
+        if verb == "rl":
+            return PromptDataset(DataConfig(**tree), tokenizer, seed=0)
+        if verb == "sft":
+            return SFTDataset(SFTDataConfig(**tree), tokenizer, max_tokens=500, seed=0)
+        kind = "pair" if verb == "dpo" else "labelled"
+        data = PreferenceDataConfig(**tree)
+        return PreferenceDataset(data, tokenizer, kind=kind, max_tokens=500, seed=0)
+
+    if problem:
+        with pytest.raises(DataError, match=problem):
+            read()
+        return
+    example = read()[0]
+    text = tokenizer.decode(example.token_ids if verb == "rl" else example.prompt_ids)
+    assert text.startswith("think ") == bool(asked)
+
+
+def test_arguments_of_the_chat_template_without_one_are_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    row = {"prompt": "1+1=?", "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(MalformedRow, match="leave the column out"):
+        encoded(row, tokenizer)

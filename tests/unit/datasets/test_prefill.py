@@ -28,6 +28,7 @@ from lightrft.datasets.row_writer.prompt_rows import PromptRows
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.trainer.pipelines.selection import with_condition
 from lightrft.types import Prompt
+from lightrft.utils.errors import DataError
 from lightrft.workers.scoring.judge_scorer import request_of
 from tests.unit.datasets.published_templates import PUBLISHED
 from tests.unit.datasets.tokenizers import chat_tokenizer
@@ -246,3 +247,17 @@ def test_judges_and_reward_models_read_the_whole_turn(tmp_path: Path) -> None:
     tokens = [*sample.prompt.token_ids, *sample.response]
     assert tokens == TOKENIZER.apply_chat_template(WHOLE)["input_ids"][: len(tokens)]
     assert encoder.prompt(prompt.request, "here").token_ids == prompt.token_ids
+
+
+def test_messages_whose_last_turn_is_marked_as_a_prefix_are_continued(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marked = {"messages": [ASKED, {**BEGUN, "prefix": True}]}
+    continued = prompts(tmp_path, marked)
+    assert continued[0].token_ids == expected(PROMPT) and continued[0].reference is None
+    assert not any("prefix" in line for line in caplog.messages)
+    answered = prompts(tmp_path, {"messages": [ASKED, {**BEGUN, "prefix": False}]})
+    assert answered[0].reference == "It is" and answered.counts["answered"] == 1
+    assert prompts(tmp_path, marked, prefill=False)[0].reference == "It is"
+    with pytest.raises(DataError, match=r"end with the beginning of a turn \(prefix: true\)"):
+        examples(tmp_path, marked)
