@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Collection, Mapping, Sequence, Sized
-from typing import TypeGuard
+from typing import SupportsFloat, TypeGuard
 
 VALUE = ""
 """Key of the reward itself in the result of ``terms_of``. Other terms are only logged."""
@@ -38,11 +37,15 @@ def number_of(value: object) -> float:
     is_scalar_array = shape is not None and tuple(shape) == () and item is not None
     if is_scalar_array:
         value = item()
-    if not isinstance(value, numbers.Real):
+    # Decimal is no numbers.Real.
+    if not isinstance(value, SupportsFloat) or (shape is not None and not is_scalar_array):
         of_shape = "" if shape is None else f" of shape {tuple(shape)}"
         raise InvalidReward(f"returned {type(value).__name__}{of_shape}, not a number")
     try:
         number = float(value)
+    # Of a formula with a variable, and of a signaling NaN.
+    except (TypeError, ValueError):
+        raise InvalidReward(f"returned {value!r:.60}, not a finite number") from None
     # Of an integer of more than 308 digits.
     except OverflowError:
         raise InvalidReward("returned an integer too large for a float") from None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +27,11 @@ KEYS = st.text("abcdef_", min_size=1).filter(lambda key: key not in ("reward", "
         ({"length": 120, "score": 0.25}, 0.25),
         ({"reward": 0.5, "score": 7}, 0.5),
         ({"score": True}, 1.0),
+        ({"score": Decimal("0.25")}, 0.25),
+        ({"reward": Fraction(1, 4)}, 0.25),
+        ({"reward": np.float32(0.25)}, 0.25),
+        ({"reward": np.array(Decimal("0.25"))}, 0.25),
+        ({"reward": torch.tensor(0.25, dtype=torch.bfloat16)}, 0.25),
     ],
 )
 def test_reward_and_score_name_the_reward_of_a_dict(result: dict[str, Any], reward: float) -> None:
@@ -47,11 +56,19 @@ def test_no_other_value_of_a_dict_changes_the_reward(
     assert terms_of({**others, name: reward}) == {VALUE: reward, **others}
 
 
-@pytest.mark.parametrize("value", ["0.5", None, [1.0], {"a": 1.0}])
+@pytest.mark.parametrize(
+    "value", ["0.5", None, [1.0], {"a": 1.0}, 1j, np.array([0.5]), torch.tensor(1j)]
+)
 def test_a_score_that_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(InvalidReward, match="not a number"):
         terms_of({"score": value})
     with pytest.raises(InvalidReward, match=r"not a number|a dict with the keys"):
+        terms_of(value)
+
+
+@pytest.mark.parametrize("value", [Decimal("NaN"), Decimal("sNaN"), Decimal("1e999"), 10**400])
+def test_a_number_that_is_no_finite_float_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidReward, match=r"returned .*(nan|inf|sNaN|too large)"):
         terms_of(value)
 
 
