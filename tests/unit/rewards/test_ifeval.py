@@ -59,22 +59,35 @@ TABLE: dict[str, list[tuple[Options, list[str], list[str]]]] = {
     "length_constraints:nth_paragraph_first_word": [
         (
             {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
-            ["One.\n\nThen two.", 'One.\n\n\n\n"Then", two.'],
-            ["Then.\n\nOne.", "One.\n\nThen.\n\nThree.", "Then.", "One.\n\nThence two."],
+            ["One.\n\nThen two.", 'One.\n\n\n"Then", two.', "One.\n\n'\"then, two\n\n\n\n"],
+            [
+                *("Then.\n\nOne.", "One.\n\nThen.\n\nThree.", "Then.", "One.\n\nThence two."),
+                *("One.\n\n\n\nThen two.", "One.\n\n\"'then' two", "One.\n\n**Then** two."),
+            ],
         )
     ],
     "detectable_content:number_placeholders": [
         ({"num_placeholders": 2}, ["[name] at [place]"], ["[name]", "none"])
     ],
     "detectable_content:postscript": [
-        ({"postscript_marker": "P.S."}, ["Bye.\nP.S. more", "bye\np. s. more"], ["Bye.", "PS"]),
+        (
+            {"postscript_marker": "P.S."},
+            ["Bye.\nP.S. more", "bye\np. s. more"],
+            ["Bye.", "PS", "p .s. more", "P.S more"],
+        ),
         ({"postscript_marker": "P.P.S"}, ["Bye.\nP.P.S more"], ["Bye.\nP.S. more"]),
     ],
     "detectable_format:number_bullet_lists": [
         (
             {"num_bullets": 2},
-            ["* one\n* two", "Points:\n- one\n  - two", "* one\n- two"],
-            ["* one", "* a\n* b\n* c", "**bold**\n* one", "* \n* b"],
+            [
+                *("* one\n* two", "Points:\n- one\n  - two", "* one\n- two", "* \n* b"),
+                *("* one\n---", "\u00a0* eins\r\n\t- zwei\r\n", "```\n- a\n```\n-1"),
+            ],
+            [
+                *("* one", "* a\n* b\n* c", "**bold**\n* one", "*\n* b", "• one\n• two"),
+                *("1. one\n2. two", "– one\n– two", "- one\n---\n- two"),
+            ],
         )
     ],
     "detectable_format:constrained_response": [
@@ -90,14 +103,25 @@ TABLE: dict[str, list[tuple[Options, list[str], list[str]]]] = {
     "detectable_format:multiple_sections": [
         (
             {"section_spliter": "Section", "num_sections": 2},
-            ["Section 1\na\nSection 2\nb"],
-            ["Section 1\na", "a Section b Section"],
-        )
+            ["Section 1\na\nSection 2\nb", "## Section1\n**Section 2:**"],
+            ["Section 1\na", "a Section b Section", "section 1 section 2", "Section I Section II"],
+        ),
+        ({"section_spliter": " Day ", "num_sections": 1}, ["Day 1"], ["Today", "Day one"]),
     ],
     "detectable_format:json_format": [
-        ({}, ['{"a": 1}', '```json\n{"a": 1}\n```', "```\n[1]\n```"], ["{a: 1}", "Here: {}"])
+        (
+            {},
+            ['{"a": 1}', '"名"', "[1]\n```", '```json\n{"a": 1}\n```', "```\n[1]\n```"],
+            ["{a: 1}", "Here: {}", "```jSON\n1```", "```json\n{}\n```\nDone.", "{'a': 1}"],
+        )
     ],
-    "detectable_format:title": [({}, ["<<A title>>\ntext"], ["<A title>", "<< >>", "<<>>"])],
+    "detectable_format:title": [
+        (
+            {},
+            ["<<A title>>\ntext"],
+            ["<A title>", "<< >>", "<<>>", "<<\u00a0>>", "<<a\nb>>", "《题》"],
+        )
+    ],
     "combination:two_responses": [
         (
             {},
@@ -115,8 +139,15 @@ TABLE: dict[str, list[tuple[Options, list[str], list[str]]]] = {
     "change_case:capital_word_frequency": [
         (
             {"capital_frequency": 2, "capital_relation": "at least"},
-            ["A BIG day", "DON'T SHOUT", "NASA's and the U.S.A."],
-            ["BIG day", "Big Day"],
+            [
+                "A BIG day",
+                "DON'T SHOUT",
+                "NASA's and the U.S.A.",
+                "**Ja**, ÜBER ALL",
+                "A--B",
+                "A, B",
+            ],
+            ["BIG day", "Big Day", "A/B or a/B", "X=Y", "COVID-19", "**BOLD**", "大 小"],
         ),
         ({"capital_frequency": 1, "capital_relation": "less than"}, ["quiet"], ["LOUD"]),
     ],

@@ -9,8 +9,11 @@ from lightrft.rewards.rules.ifeval.word_checks import Check, Options
 
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 DIVIDER = "***"
-BULLET = re.compile(r"^[ \t]*(?:\*(?!\*)|-)(?=.*\S)", re.MULTILINE)
-FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
+BULLETS = (
+    re.compile(r"^[^\S\n]*\*[^*].*$", re.MULTILINE),
+    re.compile(r"^[^\S\n]*-", re.MULTILINE),
+)
+FENCES = ("```json", "```Json", "```JSON", "```")
 
 
 def has_paragraphs(text: str, options: Options) -> bool:
@@ -25,14 +28,19 @@ def has_paragraphs(text: str, options: Options) -> bool:
 
 
 def starts_paragraph(text: str, options: Options) -> bool:
-    """Return whether the nth paragraph begins with a word, and their number is as asked."""
+    """Return whether the nth paragraph begins with a word, and their number is as asked.
+
+    As in IFEval, blank paragraphs count for the position and not for the number.
+    """
     paragraphs = [part.strip() for part in text.split("\n\n")]
     written = [part for part in paragraphs if part]
     nth = int(options["nth_paragraph"])
     if len(written) != int(options["num_paragraphs"]) or nth > len(written):
         return False
-    first = written[nth - 1].split()[0].lstrip("'\"")
-    word = re.split(r"[.,?!'\"]", first)[0]
+    words = paragraphs[nth - 1].split()
+    if not words:
+        return False
+    word = re.split(r"[.,?!'\"]", words[0].lstrip("'").lstrip('"'))[0]
     return word.lower() == str(options["first_word"]).lower()
 
 
@@ -42,14 +50,15 @@ def has_placeholders(text: str, options: Options) -> bool:
 
 
 def has_postscript(text: str, options: Options) -> bool:
-    """Return whether there is a postscript with the marker; its points may be spaced."""
-    letters = [re.escape(letter) for letter in str(options["postscript_marker"]) if letter.strip()]
-    return re.search(r"\s?".join(letters), text, re.IGNORECASE) is not None
+    """Return whether there is a postscript with the marker; white space may follow its points."""
+    marker = re.escape(str(options["postscript_marker"]).strip())
+    return re.search(re.sub(r"(?<=\.)(?=\w)", r"\\s?", marker), text, re.IGNORECASE) is not None
 
 
 def has_bullets(text: str, options: Options) -> bool:
     """Return whether the number of bullet points is exactly as asked."""
-    return len(BULLET.findall(text)) == int(options["num_bullets"])
+    count = sum(len(bullet.findall(text)) for bullet in BULLETS)
+    return count == int(options["num_bullets"])
 
 
 def has_highlights(text: str, options: Options) -> bool:
@@ -61,16 +70,16 @@ def has_highlights(text: str, options: Options) -> bool:
 
 def has_sections(text: str, options: Options) -> bool:
     """Return whether enough sections begin with the marker and a number."""
-    marker = re.escape(str(options["section_spliter"]))
+    marker = re.escape(str(options["section_spliter"]).strip())
     return len(re.findall(rf"{marker}\s?\d+", text)) >= int(options["num_sections"])
 
 
 def is_json(text: str, options: Options) -> bool:
     """Return whether the text is JSON, alone or in one block of code."""
     body = text.strip()
-    opening = FENCE.match(body)
-    if opening:
-        body = body[opening.end() :].removesuffix("```")
+    for fence in FENCES:
+        body = body.removeprefix(fence)
+    body = body.removesuffix("```")
     try:
         json.loads(body)
     # Thousands of opening brackets are a RecursionError.
@@ -83,7 +92,7 @@ def has_title(text: str, options: Options) -> bool:
     """Return whether there is a title in double angular brackets."""
     # A pattern would search to the end of the line at each of a thousand angular brackets.
     titles = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
-    return any(title.strip("<> \t") for title in titles)
+    return any(title.lstrip("<").rstrip(">").strip() for title in titles)
 
 
 def are_two_responses(text: str, options: Options) -> bool:

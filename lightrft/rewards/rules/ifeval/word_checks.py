@@ -11,8 +11,11 @@ Check = Callable[[str, Options], bool]
 """Return whether a text follows an instruction with these arguments."""
 
 WORD = re.compile(r"\w+")
-CAPITALIZED = re.compile(r"\w+(?:[.-]\w+)*")
-"""A word with its points and hyphens. An apostrophe ends a word, so that ``NASA's`` has one."""
+CAPITALIZED = re.compile(r"\w+(?:(?:(?!\.\.\.|--|\*\*)[-./\\=|+*~^])++\w+)*")
+"""A word with its points, hyphens and signs, as the tokens of nltk that IFEval counts: ``A/B``.
+
+An apostrophe ends a word, so that ``NASA's`` has one.
+"""
 
 
 def holds(count: int, relation: str, bound: int) -> bool:
@@ -41,7 +44,7 @@ def has_keywords(text: str, options: Options) -> bool:
 
 def has_keyword_often(text: str, options: Options) -> bool:
     """Return whether a keyword occurs as often as asked."""
-    count = text.lower().count(str(options["keyword"]).lower())
+    count = text.lower().count(str(options["keyword"]).strip().lower())
     return holds(count, options["relation"], int(options["frequency"]))
 
 
@@ -56,7 +59,7 @@ def has_no_forbidden_word(text: str, options: Options) -> bool:
 
 def has_letter_often(text: str, options: Options) -> bool:
     """Return whether a letter occurs as often as asked, in any case."""
-    count = text.lower().count(str(options["letter"]).lower())
+    count = text.lower().count(str(options["letter"]).strip().lower())
     return holds(count, options["let_relation"], int(options["let_frequency"]))
 
 
