@@ -3,22 +3,69 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 
 from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.rules.answer_extraction import (
     ANSWER_IS,
     UNSPACED,
-    answer_part,
+    after_thinking,
+    in_tags,
     last_box,
     reference_answer,
 )
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
+# Quantifiers are possessive or bounded, so that the time is linear in the text.
+_OPENING = r"(?:\*\*|__|[`“（\ufeff\u200b]|\$|\\(?:text|textbf|textrm|textit|mathrm|mathbf|boldsymbol)\s*+\{|[(\[\"'\s{])*+"
+_CLOSING = r"(?:\*\*|__|[`”）$)\]\"'}]){0,8}+"
+_BEFORE = 80  # characters before a conclusion that may deny it
+_SUBJECT = (
+    r"(?:(?:the|my|correct|right|best|final|option|choice|answer|statement)\s+){0,4}[(\[\"'*_`$]*\Z"
+)
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|cannot|(?<!no )(?<!out )doubt|neither|nor)|n['’]t)\s+(?:(?:think|believe|say|claim|mean|sure"
+    r"|certain|clear|true|agree|see)\s+)?(?:(?:that|if|whether|how|why)\s+)?" + _SUBJECT + "|"
+    r"\b(?:if|whether|unless|suppose|supposing|assume|assuming|either|both"
+    r"|(?:false|wrong|untrue|unlikely|impossible)\s+that)\s+(?:that\s+)?" + _SUBJECT + "|"
+    r"\b(?:wrong|incorrect|false|worst|previous|other)[\s_-]*\Z",
+    re.IGNORECASE,
+)
+"""The end of a text after which a statement is no conclusion."""
+_BEGINS = re.compile(
+    r"(?:\A|[.!?:;,()\n—-]|\b(?:option|choice|answer|letter|that|think|believe|so|then|thus|hence"
+    r"|therefore|and|but|because|since|only|why|wait|no|actually|while))\s*[(\[\"'*_`$]*\Z",
+    re.IGNORECASE,
+)
+"""The end of a text after which a letter is no part of a name, as in "Vitamin B"."""
+_CORRECTS = re.compile(
+    r"\b(?:no|wait|actually|instead|so|thus|hence|therefore)\b[,:]?\s*(?:the\s+)?"
+    r"(?:(?:option|choice|answer)\s+)?[(\[\"'*_`$]*\Z",
+    re.IGNORECASE,
+)
+_REASON = (
+    "because|since|as|so|for|and|but|or|not|by|due|given|which|where|when|with|thus|hence|therefore"
+    "|rather than|instead|based|according|meaning|over|from|in|at|on|to|while|i|we|it|they|you|then"
+    "|though|again|here|after|however|indeed|only|also|too"
+)
+"""Words after a chosen letter. No article stands before them."""
+_ARTICLE = re.compile(
+    rf"\s++(?!(?:{_REASON}|is|was|are|would|could|should|must|can|has|if|unless)\b)[a-z]"
+)
+"""What follows a letter that is an article or a pronoun, as in "A good thing"."""
+_SUBJECT_OF_MORE = re.compile(rf"\s++(?!(?:{_REASON})\b)[a-z]")
+"""What follows a letter of which more is said, as in "Option B is too large"."""
+_ENDS = re.compile(_CLOSING + r"(?:[ \t]*+(?:\Z|\n)|[.;](?!\S)|,?\s(?:because|since|not)\b)")
+"""What follows a letter in lower case that is no variable and no article."""
+
 
 @REWARDS.register("multiple_choice", needs={"label"}, kind="outcome")
 def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
     """Return 1 if the response picks the label's letter, else 0.
+
+    The last explicit conclusion counts, such as "the answer is B", "B is the correct answer" and "I
+    choose B". Without one, a letter in the last line counts, then "B is correct" or "it is B".
 
     Args:
         choices: The letters in order. A label may also be an index into them, from 0.
@@ -41,42 +88,132 @@ def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
 
 def picked(text: str, choices: str = "ABCD") -> str | None:
     """Return the letter of ``choices`` that ``text`` finally picks; ``None`` unless exactly one."""
-    text = answer_part(text)
+    text = after_thinking(text)
+    tagged = in_tags(text)
+    text = text if tagged is None else tagged
     box = last_box(text)
     if box is not None:
         _, content = box
-        return _only_letter(content or "", choices)
-    whole = _only_letter(text, choices)
+        return _marked_letter(content or "", choices)
+    whole = _only_letter(text, choices) if tagged is None else _marked_letter(text, choices)
     if whole:
         return whole
-    found = [match.group(1) for match in _said(choices).finditer(text)]
-    # The pattern ignores case, so it also finds the article in "the answer is a number".
-    found = [letter for letter in found if letter in choices]
-    if found:
-        return found[-1]
-    lines = [_only_letter(line, choices) for line in text.strip().splitlines()]
-    return lines[-1] if len(set(lines) - {None}) == 1 else None
+    sure, unsure = [], []
+    for place, letter, is_sure in _conclusions(text, choices):
+        (sure if is_sure else unsure).append((place, letter))
+    if sure:
+        return max(sure)[1]
+    # "B is correct" may be about one of several statements.
+    only = {letter for _, letter in unsure}
+    return _last_line(text, choices) or (only.pop() if len(only) == 1 else None)
 
 
-_OPENING = r"(?:\*\*|__|[`“（\ufeff\u200b]|\$|\\(?:text|textbf|textrm|textit|mathrm|mathbf|boldsymbol)\s*+\{|[(\[\"'\s{])*+"
-"""Marks before a letter. Quantifiers are possessive, so that the time is linear in the text."""
+def _conclusions(text: str, choices: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield the place and the letter of every conclusion, and whether it is about the question."""
+    cued, correct, emphasized = _said(choices)
+    for pattern in (cued, correct):
+        for found in pattern.finditer(text):
+            before = text[max(found.start() - _BEFORE, 0) : found.start()]
+            is_cued = pattern is cued
+            if _DENIED.search(before) or not (
+                is_cued or (_BEGINS.search(before) and not _joined(before, choices))
+            ):
+                continue
+            letter = _cased(found, choices) if is_cued else found["letter"]
+            is_sure = found["it"] is None if is_cued else found["answer"] is not None
+            if letter:
+                place = found.start("letter")
+                yield place, letter, is_sure or _CORRECTS.search(before) is not None
+    if found := emphasized.search(text.rstrip()[-_BEFORE:]):
+        yield len(text), found[1], True
+
+
+def _cased(found: re.Match[str], choices: str) -> str | None:
+    """Return the letter of a match, in the case of the choices; ``None`` for another word.
+
+    The match ignores case, so it also finds the article in "the answer is a number".
+    """
+    letter, text = found["letter"], found.string
+    start, end = found.span("letter")
+    if letter in choices:
+        if found["foreign"]:
+            return letter
+        more = _SUBJECT_OF_MORE if not found["copula"] else _ARTICLE if letter in "AI" else None
+        return None if more and more.match(text, end) else letter
+    letter = letter.swapcase()
+    if letter not in choices or not found["copula"]:
+        return None
+    is_marked = text[start - 1] in "([\"'*`“" and text[end : end + 1] in tuple(")]\"'*`”")
+    return letter if is_marked or _ENDS.match(text, end) else None
+
+
+def _joined(before: str, choices: str) -> bool:
+    """Return whether a text ends with another choice and a conjunction, as in "A or"."""
+    pattern = rf"\b[{re.escape(choices)}]\W{{0,4}}(?:(?:or|and|nor)\s|[/&])\W*\Z"
+    return re.search(pattern, before) is not None
 
 
 @lru_cache(maxsize=64)
-def _said(choices: str) -> re.Pattern[str]:
-    """Return the pattern of "the answer is (B)" and ``故选B``, but not of "the answer is A or B"."""
+def _said(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return the patterns of "the answer is (B)" and ``故选B``, of "B is correct", and of a final
+    ``**B**``. None finds "the answer is A or B".
+    """
     letters = re.escape(choices)
-    return re.compile(
-        r"(?:(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+\**+\s*+"
-        r"(?:is|(?:would|must|should)\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
-        rf"|{ANSWER_IS}[\s:：]*+|选[择项]?+[\s:：]*+)"
-        rf"{_OPENING}([{letters}])(?!(?!__)(?:(?![{UNSPACED}])\w|'))"
+    adverb = r"(?:would|will|shall|must|should|have\s++to|therefore|thus|hence|then|finally)\s++"
+    cued = re.compile(
+        r"(?:(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+[*\"'”]*+\s*+"
+        r"(?P<copula>is|(?:would|must|should)\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
+        rf"|(?P<foreign>{ANSWER_IS}[\s:：]*+|(?<!不)选[择项]?+[\s:：]*+)"
+        rf"|\b(?:I|we)(?:['’](?:d|ll))?+\s++(?:{adverb}){{0,3}}+(?:choose|chose|pick|select|go\s++with"
+        r"|opt\s++for|settle\s++on)\s++(?:(?:answer|option|choice)\s++)?+"
+        rf"|\bnot\s++[(*\[]{{0,3}}(?-i:[{letters}])[)*\]]{{0,3}},?+\s++but\s++(?:(?:rather|instead)\s++)?+"
+        r"|(?P<it>\bit(?:['’]s|\s++is|\s++must\s++be)\s++(?:(?:option|choice)\s++)?+))"
+        rf"{_OPENING}(?P<letter>[{letters}])(?!(?!__)(?:(?![{UNSPACED}])\w|'\w))(?!{_CLOSING}\s*+(?:[?？错]|不[对是正符]))"
         rf"(?!\W*+(?<=\s)(?:or|and)\s++[(\[]?[{letters}]\b)"
         rf"(?![)\]\s]*+[或和与、]\s*+[(\[（]?(?-i:[{letters}]))"
         # "B, C", "B/C" and "B & C", but not "B, A is wrong".
-        rf"(?![)\]\s]*+[,/&]\s*+[(\[]?(?-i:[{letters}])[)\]]?+\s*+(?:\Z|[.,/&;]|(?:or|and)\b))",
+        rf"(?![)\]\s\"']*+[,/&]\s*+[(\[\"']?(?-i:[{letters}])[)\]\"']?+\s*+(?:\Z|[.,/&;\]]|(?:or|and)\b))",
         re.IGNORECASE,
     )
+    right = r"(?:correct|right|best|only|most\s+(?:accurate|appropriate|likely))"
+    answer = r"(?:answer|choice|option|one|response|solution|alternative)"
+    correct = re.compile(
+        rf"(?<![\w'’-])(?P<letter>[{letters}]){_CLOSING}[ \t]{{1,4}}(?:is|must\s+be|should\s+be)\s+"
+        rf"(?:(?P<answer>(?:the|my)\s+(?:{right}\s+){{0,2}}{answer})\b"
+        r"|(?:(?:clearly|therefore|thus|indeed|definitely)\s+)?(?:correct|right))"
+        r"(?=[*_\"')]{0,4}\s*(?:[.,;:!)]|\Z|\n|(?:because|since|as|for|here)\b))"
+        r"(?!,?\s*(?:but|only|if|unless|except)\b)"
+    )
+    emphasized = re.compile(rf"(?:\A|[.!?:;\n])\s*\*\*\(?([{letters}])[).]*\*\*[.\s]*\Z")
+    return cued, correct, emphasized
+
+
+def _last_line(text: str, choices: str) -> str | None:
+    """Return the letter of the last line, unless it is one of several lines that list choices."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    letters = [_only_letter(line, choices) for line in lines]
+    if not lines or letters[-1] is None:
+        return None
+    alone, _, _ = _alone(choices)
+    is_alone = [alone.fullmatch(line) is not None for line in lines]
+    same = [
+        letter
+        for letter, form in zip(letters, is_alone, strict=True)
+        if letter and form == is_alone[-1]
+    ]
+    if len(set(same)) == 1:
+        return same[-1]
+    # "B) Paris" after a list of all choices repeats its choice.
+    is_repeated = len(same) == len(set(same)) + 1 and same.count(same[-1]) == 2
+    return same[-1] if is_repeated and not is_alone[-1] else None
+
+
+def _marked_letter(text: str, choices: str) -> str | None:
+    """Return the letter if ``text`` is one, in any case. ``text`` is marked as the answer."""
+    found = _only_letter(text, choices)
+    if found is None and (found := _only_letter(text, choices.swapcase())):
+        found = found.swapcase()
+    return found
 
 
 @lru_cache(maxsize=64)
