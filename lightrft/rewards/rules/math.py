@@ -59,7 +59,7 @@ _CLAUSE_END = re.compile(
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
 _NAMED = re.compile(r"\A[A-Za-z]{2}[A-Za-z ]*+[=:]\s*+(?=[^=,]+\Z)")  # such as "Area ="
 _POINTS = re.compile(r"\\(angle|measuredangle|triangle)\s*\{?\s*([A-Z]{2,})")
-_BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
+_BASE = re.compile(r"\d\s*_\s*\{?\s*(?!10(?!\d))(\d+)")  # ten is the base of other numbers
 _REVERSED = re.compile(r"\A([^=,A-Za-z]++)=\s*+([A-Za-z])\Z")  # such as "5 = x"
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
@@ -79,7 +79,7 @@ def math_reward(
 
     A unit next to a number does not change it: ``12 apples`` and ``12个`` are 12. Words such as
     ``dozen``, ``squared``, ``half`` or ``more`` do, and so does a second quantity, as in ``6 hours
-    and 30 minutes``.
+    and 30 minutes``. ``about 12`` is 12. ``1010_2`` equals only numbers with the same base.
 
     Args:
         last_number: As a last resort, take the last number of the response.
@@ -223,13 +223,14 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _other_names(gold: str, answer: str) -> bool:
-    """Return whether both sides name points, or bases of numbers, and not the same ones.
+    """Return whether both sides name points, and not the same ones, or bases of numbers differ.
 
     math-verify reads points as a product of variables, and drops the base of a number.
     """
     for pattern in (_POINTS, _BASE):
         wanted, given = (sorted(map(_one_order, pattern.findall(text))) for text in (gold, answer))
-        if wanted and given and wanted != given:
+        # A figure may be named on one side alone; 1010 is not 1010_2.
+        if wanted != given and (pattern is _BASE or (wanted and given)):
             return True
     return False
 
@@ -318,7 +319,6 @@ def _expression(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
     if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
         text = "\\" + text[:-1] + "\\}"
-    text = text.replace("\\varnothing", "\\emptyset")
     text = re.sub(r"√\s*(\d+|[A-Za-z]|\{[^{}]*\})", r"\\sqrt{\1}", text)
     text = text.replace("√", "\\sqrt")
     # Commas of thousands, unless the text is a list of numbers.

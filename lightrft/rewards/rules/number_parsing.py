@@ -24,6 +24,7 @@ _UNICODE = str.maketrans(
         "≥": r"\ge ",
         "∪": r"\cup ",
         "∅": r"\emptyset ",
+        "≈": r"\approx ",
         "°": r"^\circ ",
         "\u00a0": " ",
         "\u202f": " ",
@@ -38,8 +39,22 @@ _UNICODE = str.maketrans(
 )
 _RAISED = re.compile(r"⁻?[⁰¹²³⁴-⁹]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
+_WHOLE_PART = r"(?P<whole>(?<!\d)(?:\d{1,3}(?:,\d{3}){1,9}|\d{0,30}))"
 _REPEATING = re.compile(
-    r"(?P<whole>(?<!\d)\d{0,30})\.(?P<once>\d{0,30})\\(?:overline|bar|dot)\s*\{(?P<again>\d{1,30})\}"
+    rf"{_WHOLE_PART}\.(?P<once>\d{{0,30}})\\(?:overline|bar|dot)\s*\{{(?P<again>\d{{1,30}})\}}"
+)
+# Two points, since a third one may have ended the sentence.
+_ENDLESS = re.compile(
+    rf"{_WHOLE_PART}\.(?P<digits>\d{{2,30}})(?:\s?\\[lc]?dots(?![A-Za-z])|\.{{2,3}}|…)"
+)
+_ABOUT = r"approximately|approx\.?|about|around|roughly"
+_APPROXIMATELY = re.compile(
+    rf"\A(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\\text\s*\{{\s*(?:{_ABOUT})\s*\}}|(?:{_ABOUT})\s"
+    r"|(?:大?[约約])(?:等于|[为為是])?)\s*(?=[-+.\d\\$€£¥])",
+    re.IGNORECASE,
+)
+_EMPTY = re.compile(
+    r"(?:there (?:is|are) )?no solutions?(?: exists?)?|(?:the )?empty set", re.IGNORECASE
 )
 _WRAPPED = [
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
@@ -130,8 +145,8 @@ _UNITS = {
         "cents cent",
         "degrees degree",
         "mph",
-        "am",
-        "pm",
+        "am AM",
+        "pm PM",
     )
     for alias in names.split()
 }
@@ -187,7 +202,7 @@ def tidy(text: str) -> str:
     """Reduce ``text`` to bare LaTeX, without delimiters, sizes, spacing and final full stop."""
     text = _RAISED.sub(_power, text.translate(_UNICODE))
     text = _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKD', found[0])}", text)
-    text = _REPEATING.sub(_repeating, text).replace("\u2044", "/")
+    text = _ENDLESS.sub(_endless, _REPEATING.sub(_repeating, text)).replace("\u2044", "/")
     # Delimiters are nested in any order, e.g. **$5$.**. A written answer has few levels of them.
     for _ in range(_LEVELS):
         before = text
@@ -206,11 +221,12 @@ def tidy(text: str) -> str:
     text = re.sub(
         r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text
     )
-    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
     # Separators of thousands, e.g. 1{,}000 and 1\,000.
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
-    return text.strip()
+    text = _APPROXIMATELY.sub("", text.strip())
+    return r"\emptyset" if _EMPTY.fullmatch(plain(text)) else text
 
 
 def _power(found: re.Match[str]) -> str:
@@ -220,7 +236,27 @@ def _power(found: re.Match[str]) -> str:
 
 def _repeating(found: re.Match[str]) -> str:
     r"""Write a repeating decimal, such as ``0.1\overline{6}``, as a fraction."""
-    whole, once, again = found["whole"], found["once"], found["again"]
+    return _fraction(found["whole"].replace(",", ""), found["once"], found["again"])
+
+
+def _endless(found: re.Match[str]) -> str:
+    r"""Write a decimal such as ``0.1666\ldots`` as a fraction, if its last digits repeat.
+
+    A single digit must stand three times after other digits: ``3.1411...`` repeats nothing.
+    """
+    digits = found["digits"]
+    for size in range(1, len(digits) // 2 + 1):
+        again = digits[-size:]
+        once = digits
+        while once.endswith(again):
+            once = once.removesuffix(again)
+        if len(digits) - len(once) >= max(2 * size, 3 if once else 2):
+            return _fraction(found["whole"].replace(",", ""), once, again)
+    return found[0]
+
+
+def _fraction(whole: str, once: str, again: str) -> str:
+    """Return the fraction of a decimal whose digits ``again`` repeat for ever."""
     top = int(whole + once + again) - int(whole + once or "0")
     return rf"\frac{{{top}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
@@ -375,7 +411,7 @@ def _unit(words: Sequence[str], spaced: bool) -> str | None:
     if not all(map(_may_be_unit, bare)) or all(map(_is_filler, bare)):
         return None
     # "m^2" and "km/h" are units, but not the unit "m" or "km".
-    is_plain_word = len(words) == 1 and bare[0] == words[0]
+    is_plain_word = len(words) == 1 and bare[0] == words[0].replace(".", "")
     return _UNITS.get(bare[0], "") if is_plain_word else ""
 
 

@@ -22,7 +22,19 @@ SIZE = 20_000
 SHORTER = 4
 """A text of a quarter of the size takes a quarter of the time where time is linear, a sixteenth where it is quadratic."""
 
-HEADS = ("", "The answer", "The answer is ", "**", "\\boxed{", "<answer>", "A", "[[", "1")
+HEADS = (
+    "",
+    "The answer",
+    "The answer is ",
+    "**",
+    "\\boxed{",
+    "<answer>",
+    "A",
+    "[[",
+    "1",
+    "I ",
+    "0.",
+)
 UNITS = (
     *(" ", "\n", "*", "(", "[", "[[", "]]", "$", "{", "}", ")", "\\", "a", "A", "1", ",", ".", ":"),
     *('"', "'", "\\text{", "\\boxed{", "\\boxed ", "<answer>", "</answer>", "<think>", "</think>"),
@@ -43,6 +55,9 @@ UNITS = (
     *('{"a":', "\t", "%", "option ", "\u00a0", "\\,", "\\frac", "####", " because", ". ", "~"),
     *("<", "<<", ">", "***", "\n\n", "* ", "- ", "P.", "Section ", "!", "- a\n", "[a]", "A-"),
     *("答案", "答案是", "是", "，", "万", "选", "respuesta es ", "я"),
+    *("is correct. ", "A is correct ", "I choose ", "not A but ", "it is ", "it's A", "A is the "),
+    *("0.3", "0.3\\overline{3}", "1,234", "...", ".33...", "≈", "about ", "no solution", "12_2"),
+    *("P. ", "A/", "A-.", "- \n", "*\n"),
 )
 
 
