@@ -28,9 +28,11 @@ site_description = "Reinforcement learning of language models"
 docs_dir = "source"
 site_dir = "site"
 use_directory_urls = false
+extra_css = ["site.css"]
 nav = {nav}
 
 [project.theme]
+font = false
 features = ["navigation.tabs", "navigation.top", "content.code.copy", "search.highlight"]
 
 [[project.theme.palette]]
@@ -51,6 +53,8 @@ slugify = {{ object = "pymdownx.slugs.slugify", kwds = {{ case = "lower" }} }}
 [project.markdown_extensions.pymdownx.highlight]
 [project.markdown_extensions.pymdownx.inlinehilite]
 """
+STYLE = ".md-typeset td:first-child > code:only-child { white-space: nowrap; }\n"
+"""Names in the first column of a table stay whole."""
 
 
 def main() -> int:
@@ -65,6 +69,7 @@ def main() -> int:
         else:
             shutil.copyfile(page, copy)
     (BUILD / "source" / "README.md").rename(BUILD / "source" / "index.md")
+    (BUILD / "source" / "site.css").write_text(STYLE, encoding="utf-8")
     config = BUILD / "zensical.toml"
     config.write_text(CONFIG.format(nav=navigation()), encoding="utf-8")
     words = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]

@@ -91,7 +91,9 @@ FISH = r"""
 function _lightrft
   set -l before (commandline -opc)
   set -e before[1]
-  _lightrft_words (string join " " -- $before) (commandline -ct)
+  set -l current (commandline -ct)
+  # In quotes, since a list without items would be no argument.
+  _lightrft_words "$before" "$current"
 end
 complete -c lightrft -a "(_lightrft)"
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -13,6 +14,11 @@ import pytest
 
 from docs import site
 from tests.architecture.tree import ROOT
+
+LOADED = re.compile(
+    r"""<(?:link(?![^>]*rel="?canonical)|script|img)\b[^>]*(?:href|src)="?(https?://[^\s">]+)"""
+)
+"""What a page loads from another server."""
 
 
 class Page(HTMLParser):
@@ -75,6 +81,13 @@ def test_the_search_has_every_page_and_its_words(built: Path) -> None:
     written = {f"{p.relative_to(ROOT).with_suffix('')}.html" for p in (ROOT / "docs").rglob("*.md")}
     assert written - pages == set()
     assert any("grpo" in item["text"].lower() for item in found)
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_elsewhere(built: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in built.rglob("*.html")]
+    loaded = {url for text in texts for url in LOADED.findall(text)}
+    assert texts and loaded == set()
 
 
 @pytest.mark.slow

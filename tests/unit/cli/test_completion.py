@@ -26,7 +26,7 @@ SETUP = {
     "zsh": ["zsh", "-f", "-i"],
     "fish": ["fish", "--no-config", "-i"],
 }
-BEFORE = {"zsh": "autoload -U compinit; compinit -u\n"}
+BEFORE = {"zsh": "autoload -U compinit; compinit -u; setopt no_auto_remove_slash\n"}
 
 
 class Terminal:
