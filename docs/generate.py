@@ -207,7 +207,8 @@ def metrics_page() -> str:
         "",
         "A run has the metrics of its parts: one without a critic has no `critic/loss`, and a policy "
         "loss without weights no `policy/weight`. A metric that a run has is in every step, unless the "
-        "last column says which steps lack it.",
+        "last column says which steps lack it. A mean or an extreme over nothing has no value, so a "
+        "step lacks it where its set is empty; a sum over nothing is 0.",
         "",
         "| metric | over | meaning | not where |",
         "|---|---|---|---|",

@@ -10,7 +10,8 @@ TRAINED = "trained tokens of responses that can get a gradient"
 ALL_TRAINED = "trained tokens"
 SCORED = "scored responses"
 RESPONSES = "responses"
-GROUPS = "groups of at least two scored responses, before filters"
+BATCH = "responses of the batch"
+GROUPS = "groups of at least two scored responses, before filters and where they are trained"
 STEP = "one number"
 SUM = "sum"
 PROMPTS = "eval prompts whose data source has an outcome"
@@ -22,7 +23,8 @@ class MetricRow:
     """One metric, or one family of metrics.
 
     Attributes:
-        name: Its name, with ``<...>`` for a part that varies.
+        name: Its name, with ``<...>`` for a part that varies, and ``</...>`` for one that may be
+            absent.
         over: The set that it is a mean over, or another reduction.
         meaning: Its meaning, in Markdown.
         when: The steps that lack it. Empty if every step has it.
@@ -35,12 +37,15 @@ class MetricRow:
 
 
 _NO_GRADIENT = "no response can get a gradient"
+_NO_BATCH = "nothing is trained"
 METRICS: tuple[MetricRow, ...] = (
+    MetricRow("seconds", STEP, "seconds that the run has taken, without pauses between its processes"),
+    MetricRow("tokens_per_second", STEP, "sampled tokens by `time/step`", "nothing is sampled"),
     MetricRow("reward/mean", SCORED, "reward, before shaping", "no response is scored"),
     MetricRow("reward/std", SCORED, "standard deviation of the reward", "no response is scored"),
     MetricRow("reward/max", "largest", "largest reward", "no response is scored"),
     MetricRow("reward/min", "smallest", "smallest reward", "no response is scored"),
-    MetricRow("reward/seen", STEP, "number of rewards that normalization has seen", "without it"),
+    MetricRow("reward/seen", STEP, "number of rewards that normalization has seen", _NO_BATCH),
     MetricRow("reward/<term>", "scored responses with the term", "a term, without its weight"),
     MetricRow("response/length", RESPONSES, "length in tokens"),
     MetricRow("response/max_length", "largest", "longest response, in tokens"),
@@ -77,7 +82,12 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("rollout/num_failed", SUM, "responses that were not scored"),
     MetricRow("rollout/num_aborted", SUM, "responses that were cut off"),
     MetricRow("rollout/num_ungraded", SUM, "responses that take too long to grade"),
-    MetricRow("rollout/steps_reward_zero", STEP, "newest steps in a row without any reward"),
+    MetricRow(
+        "rollout/steps_reward_zero",
+        STEP,
+        "newest steps in a row without any reward",
+        "no response is scored",
+    ),
     MetricRow("rollout/steps_not_trained", STEP, "newest steps in a row that learned nothing"),
     MetricRow("rollout/tokens_<kind>", SUM, "tokens sampled, trained, filtered, failed, carried"),
     MetricRow(
@@ -87,15 +97,15 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("rollout/draft_acceptance", "drafted tokens", "share accepted", "no drafts"),
     MetricRow("rollout/drafted_tokens", SUM, "drafted tokens", "no drafts"),
     MetricRow("rollout/compile<...>", STEP, "compiled decoding so far", "not compiled"),
-    MetricRow("policy/loss", STEP, "the loss, as `algorithm.aggregation` divides it"),
-    MetricRow("policy/frac_rows_with_advantage", "responses of the batch", "share with one"),
+    MetricRow("policy/loss", STEP, "the loss, as `algorithm.aggregation` divides it", _NO_BATCH),
+    MetricRow("policy/frac_rows_with_advantage", BATCH, "share with one"),
     MetricRow(
         "policy/advantage_clip_fraction",
         "tokens of the batch",
         "share whose advantage is at a bound of `algorithm.advantage.clip`",
         "without it",
     ),
-    MetricRow("policy/frac_rows_with_loss", "responses of the batch", "share in the loss"),
+    MetricRow("policy/frac_rows_with_loss", BATCH, "share in the loss"),
     MetricRow(
         "policy/clip_fraction",
         ALL_TRAINED,
@@ -132,11 +142,11 @@ METRICS: tuple[MetricRow, ...] = (
         "`loss`",
         "`model.router_aux_loss_coef` is 0",
     ),
-    MetricRow("policy/kl_coef", STEP, "coefficient of the KL term"),
-    MetricRow("policy/kl_per_answer", RESPONSES, "KL of a whole response from the reference"),
-    MetricRow("policy/entropy_coef", STEP, "coefficient of the entropy bonus"),
+    MetricRow("policy/kl_coef", STEP, "coefficient of the KL term", _NO_BATCH),
+    MetricRow("policy/kl_per_answer", BATCH, "KL of a whole response from the reference"),
+    MetricRow("policy/entropy_coef", STEP, "coefficient of the entropy bonus", _NO_BATCH),
     *(
-        MetricRow(f"{who}/{name}", over, meaning)
+        MetricRow(f"{who}/{name}", over, meaning, _NO_BATCH if over == STEP else "")
         for who in ("policy", "critic", "cost_critic", "prm")
         for name, over, meaning in (
             ("grad_norm", "largest", "norm of the gradient, before it is clipped"),
@@ -146,7 +156,7 @@ METRICS: tuple[MetricRow, ...] = (
         )
     ),
     *(
-        MetricRow(f"{who}/{name}", over, meaning)
+        MetricRow(f"{who}/{name}", over, meaning, _NO_BATCH if over == STEP else "")
         for who in ("critic", "cost_critic")
         for name, over, meaning in (
             ("loss", STEP, "loss of the critic"),
@@ -155,11 +165,11 @@ METRICS: tuple[MetricRow, ...] = (
             ("seen", STEP, "number of targets that normalization has seen"),
         )
     ),
-    MetricRow("prm/loss", STEP, "cross-entropy of the outcomes of responses"),
-    MetricRow("prm/accuracy", "responses of the batch", "share whose outcome it tells"),
-    MetricRow("lagrangian/cost<name>", SCORED, "a cost"),
-    MetricRow("lagrangian/cost_window<name>", "responses of the window", "a cost"),
-    MetricRow("lagrangian/lambda<name>", STEP, "multiplier of a cost"),
+    MetricRow("prm/loss", STEP, "cross-entropy of the outcomes of responses", _NO_BATCH),
+    MetricRow("prm/accuracy", BATCH, "share whose outcome it tells"),
+    MetricRow("lagrangian/cost</name>", BATCH, "a cost; with several costs, of this name"),
+    MetricRow("lagrangian/cost_window</name>", "responses of the window", "a cost", _NO_BATCH),
+    MetricRow("lagrangian/lambda</name>", STEP, "multiplier of a cost", _NO_BATCH),
     MetricRow("curriculum/<name>", "prompts of the data", "what the curriculum has seen"),
     MetricRow("staleness/mean", ALL_TRAINED, "age of the weights that sampled, in steps"),
     MetricRow("staleness/max", "largest", "age of the weights that sampled, in steps"),
@@ -214,6 +224,9 @@ def _patterns() -> list[tuple[MetricRow, re.Pattern[str]]]:
 
 
 def _pattern(name: str) -> str:
+    parts = re.split("(<[^>]*>)", name)
+    varied = {"</": ".*", "<": ".+"}
     return "".join(
-        ".+" if part.startswith("<") else re.escape(part) for part in re.split("(<[^>]*>)", name)
+        next((varied[mark] for mark in varied if part.startswith(mark)), re.escape(part))
+        for part in parts
     )

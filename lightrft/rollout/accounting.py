@@ -104,7 +104,7 @@ class CollectedRollouts:
         dropped: Dropped groups by reason.
         failures: Failed responses by reason.
         compared: Before any filter, ``groups`` with two or more scored responses, and ``zero_std``
-            of them with equal rewards.
+            of them with equal rewards. A carried group counts in the step that trains on it.
         rounds: Number of generation rounds.
         curriculum: Statistics of the curriculum.
     """
@@ -126,12 +126,13 @@ class CollectedRollouts:
         """Start with complete groups that an earlier step generated."""
         for group in groups:
             self.groups.append(list(group))
+            self._compare(group)
             self.tokens["carried_in"] += tokens_of(group)
             self.tokens["trained"] += tokens_of(group)
 
     def add_group(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Add a group generated in this step; it is trained on unless ``verdict`` has a reason."""
-        self._count(group, verdict)
+        self._compare(self._count(group, verdict))
         if not verdict.reason:
             self.groups.append(list(verdict.kept))
             self.tokens["trained"] += tokens_of(verdict.kept)
@@ -208,7 +209,8 @@ class CollectedRollouts:
             distinct = {r.reward for r in scored}
             self.compared["zero_std"] += len(distinct) == 1
 
-    def _count(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
+    def _count(self, group: Sequence[Rollout], verdict: FilterResult) -> list[Rollout]:
+        """Count a group that was generated in this step. Return its scored responses."""
         # An aborted response without tokens was never started.
         self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]
         self.tokens["sampled"] += tokens_of(group)
@@ -230,9 +232,10 @@ class CollectedRollouts:
                 self.filtered[reason] += len(rollout)
                 self.tokens["filtered"] += len(rollout)
         # Scores of an aborted group are incomplete, so nothing may be learned from them.
-        if all(r.finish_reason != "abort" for r in group):
-            self.finished.append(scored)
-            self._compare(scored)
+        if any(r.finish_reason == "abort" for r in group):
+            return []
+        self.finished.append(scored)
+        return scored
 
 
 def tokens_of(group: Sequence[Rollout]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.engines.native_parts.compiled_steps import compile_metrics
 from lightrft.learner.forward_passes import verify_layouts
 from lightrft.learner.reference_update import update_reference
-from lightrft.observability.metrics import Mean, Metrics
+from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.rollout.accounting import (
     CollectedRollouts,
     filter_and_select,
@@ -147,6 +148,12 @@ def step_result(
     """
     metrics = context.metrics
     metrics.merge(rollout_metrics(collected))
+    for role, name in product(context.roles.trained, ("skipped_steps", "optimizer_steps")):
+        metrics.add(f"{role}/{name}", Sum(0))
+    metrics.add("policy/nonfinite_tokens", Sum(0))
+    if context.config.rollout.carry_over or context.config.rollout.partial:
+        for name in ("carried_in", "carried_out"):
+            metrics.add(f"rollout/tokens_{name}", Sum(0))
     if batch is None or not collected.groups:
         context.advance_schedules()
         return StepResult(collected, None, metrics)

@@ -11,6 +11,7 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
+from lightrft.observability.metric_table import STEP, SUM, metric_row
 from lightrft.observability.trackers import read_rows
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.rl import run_rl
@@ -104,3 +105,44 @@ def test_a_killed_run_of_partial_answers_ends_bit_for_bit_like_one_that_was_not(
     again = start(tree, "killed", "never", 0, tmp_path)
     assert again.returncode == 0, again.stderr
     assert_same_end(tmp_path / "whole", tmp_path / "killed", 7)
+
+
+CARRIED: dict[str, dict[str, Any]] = {
+    "carry_over": {"rollout": {"carry_over": True, "oversample": 1.67}},
+    "partial": {
+        "rollout": {"partial": True, "max_tokens_per_step": 8},
+        "sampling": {"max_new_tokens": 24},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_a_step_lacks_only_metrics_that_the_table_says_also_where_it_samples_or_trains_nothing(
+    rl_config, tmp_path, kind
+):
+    algorithm = {"shaping": ["kimi_length"], "importance_sampling": ["tis"]}
+    run_rl(rl_config(algorithm=algorithm, **CARRIED[kind]))
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    names = {name for row in rows for name in row} - {"step", "phase"}
+    table = {name: metric_row(name) for name in names}
+    assert None not in table.values()
+    for row in rows:
+        for name in names - set(row):
+            assert table[name].when or table[name].over not in (SUM, STEP), (row["step"], name)
+        waiting = row["rollout/tokens_carried_in"] - row["rollout/tokens_carried_out"]
+        kinds = ("trained", "filtered", "failed")
+        used = sum(row[f"rollout/tokens_{kind}"] for kind in kinds)
+        assert row["rollout/tokens_sampled"] + waiting == used
+
+
+def test_the_share_of_equal_groups_counts_carried_ones_where_they_are_trained(rl_config, tmp_path):
+    algorithm = {"shaping": ["kimi_length"], "importance_sampling": ["tis"]}
+    rollout = {"carry_over": True, "oversample": 1.34}
+    reward = {"terms": ["exact_match"]}
+    sampling = {"max_new_tokens": 24}
+    run_rl(rl_config(algorithm=algorithm, rollout=rollout, reward=reward, sampling=sampling))
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert any(row["rollout/tokens_carried_in"] for row in rows)
+    for row in rows:
+        assert row["rollout/frac_reward_zero_std"] == 1.0
+        assert 0 < row["rollout/frac_reward_zero_std_trained"] <= 1.0

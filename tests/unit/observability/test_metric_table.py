@@ -40,3 +40,6 @@ def test_a_metric_has_one_row_and_the_exact_name_wins() -> None:
             assert metric_row(row.name) is row
     assert metric_row("reward/math/ungraded") is not None
     assert metric_row("rollout/none_of_them") is None
+    for name in ("lagrangian/cost", "lagrangian/cost/length", "seconds", "tokens_per_second"):
+        assert metric_row(name) is not None
+    assert metric_row("lagrangian/cost_window").name == "lagrangian/cost_window</name>"
