@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Self
@@ -66,15 +66,34 @@ def handling(
 
 
 @contextmanager
+def raised_again(sent: Sequence[KeyboardInterrupt]) -> Generator[None]:
+    """Raise the exception of a signal in place of an error that a library made of it.
+
+    An import that the signal breaks off ends in such an error.
+
+    Args:
+        sent: The exceptions of the signals that have come.
+    """
+    try:
+        yield
+    except Exception as error:
+        if sent:
+            raise sent[-1] from error
+        raise
+
+
+@contextmanager
 def raise_at_termination() -> Generator[None]:
     """Raise ``Terminated`` at signals of ``TERMINATING`` that have no handler of the caller.
 
     Python ignores an exception that is raised in a ``__del__`` or in a callback of C. A signal that
     comes there is sent again.
     """
+    sent: list[KeyboardInterrupt] = []
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
+        sent.append(KeyboardInterrupt() if number == signal.SIGINT else Terminated(number))
+        raise sent[-1]
 
     def repeat(ignored: sys.UnraisableHookArgs) -> None:
         if not isinstance(ignored.exc_value, KeyboardInterrupt):
@@ -88,8 +107,10 @@ def raise_at_termination() -> Generator[None]:
 
     hook_before, sys.unraisablehook = sys.unraisablehook, repeat
     free = [number for number in TERMINATING if signal.getsignal(number) is signal.SIG_DFL]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        free.append(signal.SIGINT)
     try:
-        with handling(free, terminate):
+        with handling(free, terminate), raised_again(sent):
             yield
     finally:
         sys.unraisablehook = hook_before
@@ -113,6 +134,7 @@ class StopFlag:
         self.reason = ""
         self._interrupts = 0
         self._at_once = False
+        self._sent: list[KeyboardInterrupt] = []
         self._handlers = ExitStack()
 
     @contextmanager
@@ -125,7 +147,8 @@ class StopFlag:
             raise Terminated
         self._at_once = True
         try:
-            yield
+            with raised_again(self._sent):
+                yield
         finally:
             self._at_once = False
 
@@ -154,7 +177,8 @@ class StopFlag:
         if self._at_once:
             _say(f"{name}: stopping before the first step")
             self.request(name)
-            raise KeyboardInterrupt if interrupted else Terminated(number)
+            self._sent.append(KeyboardInterrupt() if interrupted else Terminated(number))
+            raise self._sent[-1]
         self._interrupts += interrupted
         if self._interrupts > 1:
             raise KeyboardInterrupt

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -198,3 +199,24 @@ def test_a_wait_in_which_nothing_can_be_lost_ends_at_the_first_signal(number):
     raised = "Terminated SIGTERM" if number == signal.SIGTERM else "KeyboardInterrupt SIGINT"
     assert (status, out) == (0, f"{raised}\nno later wait begins\n")
     assert "stopping before the first step" in err
+
+
+@pytest.mark.parametrize("number", [*TERMINATING, signal.SIGINT])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_signal_ends_the_program_as_itself_where_a_library_raises_an_error_in_its_place(
+    number, at_once, capfd
+):
+    stop = StopFlag()
+    with pytest.raises(KeyboardInterrupt) as caught, raise_at_termination(), stop:
+        if not at_once:
+            stop.__exit__(None, None, None)
+        with stop.at_once() if at_once else nullcontext():
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except BaseException:
+                raise ModuleNotFoundError("Could not import module 'X'")  # noqa: B904
+    assert getattr(caught.value, "number", signal.SIGINT) == number
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    with pytest.raises(ModuleNotFoundError), raise_at_termination():
+        raise ModuleNotFoundError("an error without a signal stays what it is")
