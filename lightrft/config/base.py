@@ -421,12 +421,22 @@ def _parse_override(text: str) -> Tree:
     if not equals or not key:
         raise ConfigError(f"{text!r} is neither a .yaml file nor key=value")
     try:
-        leaf = parse_yaml(value)
+        leaf, node = parse_yaml(value), yaml.compose(value)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key}: {value!r} has bytes that are no UTF-8; give other text"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{key}: {value!r} is not a YAML value: {error}; to give it as text, put quotes inside "
             f"the quotes: {key}='\"...\"'"
         ) from None
+    comment = value[node.end_mark.index if node else 0 :].strip()
+    if comment.startswith("#"):
+        raise ConfigError(
+            f"{key}: {comment!r} in {value!r} is a comment in YAML and would be lost; to give it as "
+            f"text, put quotes inside the quotes: {key}='\"...\"'"
+        )
     return below(key, leaf)
 
 

@@ -39,7 +39,9 @@ class MetricRow:
 _NO_GRADIENT = "no response can get a gradient"
 _NO_BATCH = "nothing is trained"
 METRICS: tuple[MetricRow, ...] = (
-    MetricRow("seconds", STEP, "seconds that the run has taken, without pauses between its processes"),
+    MetricRow(
+        "seconds", STEP, "seconds that the run has taken, without pauses between its processes"
+    ),
     MetricRow("tokens_per_second", STEP, "sampled tokens by `time/step`", "nothing is sampled"),
     MetricRow("reward/mean", SCORED, "reward, before shaping", "no response is scored"),
     MetricRow("reward/std", SCORED, "standard deviation of the reward", "no response is scored"),

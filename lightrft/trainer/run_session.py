@@ -6,6 +6,7 @@ import errno
 import hashlib
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -451,12 +452,12 @@ def next_commands(session: RunSession) -> list[str]:
     """Return shell commands for the next steps. With an eval set, also write ``eval.yaml``."""
     model = session.path / "model"
     if session.phase == "rm":
-        return [f"lightrft rl CONFIG reward.models={model}"]
+        return ["lightrft rl CONFIG " + shlex.quote(f"reward.models={model}")]
     if session.phase == "prm":
-        return [f"lightrft prm CONFIG model.path={model}"]
-    commands = [f"lightrft chat model={model}"]
+        return ["lightrft prm CONFIG " + shlex.quote(f"model.path={model}")]
+    commands = ["lightrft chat " + shlex.quote(f"model={model}")]
     if session.phase in ("rl", "distill"):
-        commands.append(f"lightrft explain {session.path / 'config.yaml'}")
+        commands.append(f"lightrft explain {shlex.quote(str(session.path / 'config.yaml'))}")
     tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
     if tree["eval"]["data"]["sources"]:
         shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}
@@ -468,7 +469,7 @@ def next_commands(session: RunSession) -> list[str]:
         evaluation = {**shared, "run": run, "model": model_settings}
         file = session.path / "eval.yaml"
         write_atomic(file, to_yaml(build(EvaluateConfig, evaluation)))
-        commands.append(f"lightrft eval {file}")
+        commands.append(f"lightrft eval {shlex.quote(str(file))}")
     return commands
 
 

@@ -212,7 +212,7 @@ def _as_mapping(value: Any) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
 
 
-WITHOUT_ROOM = (errno.ENOSPC, errno.EDQUOT)
+WITHOUT_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNUSABLE = (*WITHOUT_ROOM, errno.EROFS, errno.EIO)
 """Error numbers that concern the disk itself and not one file."""
 UNUSABLE_PATH = (

@@ -231,8 +231,20 @@ def test_an_argument_without_a_key_or_a_value_is_said(text: str) -> None:
     assert message(text) == f"{text!r} is neither a .yaml file nor key=value"
 
 
+def test_values_that_are_no_text_are_said() -> None:
+    assert "'runs\\udcff' has bytes that are no UTF-8" in message("name=runs\udcff")
+
+
 def test_values_that_are_no_yaml_are_said() -> None:
     assert message("branch.tags=[a").startswith("branch.tags: '[a' is not a YAML value")
+
+
+@pytest.mark.parametrize("text", ["#1", "runs #1", "[a, b] # c", "'x' #", "1 #2"])
+def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(text: str) -> None:
+    assert "is a comment in YAML and would be lost" in message(f"name={text}")
+    quoted = text.replace("'", "''")
+    assert loaded(f"name='{quoted}'").name == text
+    assert loaded("name=a#b").name == "a#b"
 
 
 def test_files_that_are_missing_or_no_settings_are_said(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.observability.observer import NullObserver
 from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirectory
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError
-from lightrft.trainer.run_session import RunSession
+from lightrft.trainer.run_session import RunSession, next_commands
 from lightrft.utils.stop_signal import StopFlag
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 
@@ -41,6 +42,13 @@ def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_
     ranks = Late()
     ranks.session = RunSession(None, None, CheckpointConfig(), "rl", NullObserver(), ranks=ranks)  # type: ignore[arg-type]
     assert [ranks.session.stopping(), ranks.session.stopping()] == [False, True]
+
+
+def test_a_command_that_a_run_names_is_one_argument_of_a_shell_for_each_path() -> None:
+    for phase in ("rm", "prm"):
+        session = SimpleNamespace(path=Path("/runs of $USER/it's"), phase=phase)
+        (command,) = next_commands(session)
+        assert shlex.split(command)[-1].partition("=")[2] == "/runs of $USER/it's/model"
 
 
 class Clock:

@@ -27,6 +27,12 @@ def test_an_error_that_gives_its_number_in_its_text_alone_is_judged_by_it() -> N
     assert is_disk_full(full)
 
 
+def test_a_limit_of_the_size_of_files_is_a_disk_without_room() -> None:
+    limited = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert disk_problem(limited) == os.strerror(errno.EFBIG)
+    assert is_disk_full(limited)
+
+
 def test_a_path_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
