@@ -21,7 +21,7 @@ from lightrft.config.base import (
     section_defaults,
     unknown_setting,
 )
-from lightrft.utils.atomic_files import is_gguf
+from lightrft.utils.atomic_files import is_gguf, nearest_name
 from lightrft.utils.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
@@ -43,10 +43,19 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
             files.append(argument)
         else:
             raise ConfigError(
-                f"{argument!r} is neither a .yaml file nor key=value, and no folder that this "
-                "verb takes"
+                f"{argument!r} is neither a .yaml file nor key=value, and no folder that this verb "
+                f"takes{_way_out(cls, argument)}"
             )
     return load_settings(cls, files, overrides)
+
+
+def _way_out(cls: type[Settings], word: str) -> str:
+    """Return what to write in place of a ``word`` that is no argument of the verb of ``cls``."""
+    path = Path(word)
+    if not path.exists() and (len(path.parts) > 1 or nearest_name(path)):
+        return f"; there is no folder {word}{nearest_name(path)}"
+    settings = (name for name in ("output", "model", "path", "data") if has_setting(cls, name))
+    return f"; name the setting of a value, as in {next(settings, 'a.b')}={word}"
 
 
 def without_dashes(words: Sequence[str]) -> list[str]:

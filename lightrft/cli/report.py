@@ -24,6 +24,8 @@ def run(arguments: Sequence[str]) -> int:
             "written so far.\n"
         )
         return 0
+    if settings := [word for word in arguments if "=" in word]:
+        raise ConfigError(f"{settings[0]}: there are no settings here, but runs alone: {USAGE}")
     # All names are looked up first: an unknown one fails before any report is written.
     folders = [folder_of(name) for name in arguments]
     for folder in folders:
@@ -47,4 +49,6 @@ def folder_of(name: str) -> Path:
         *difflib.get_close_matches(str(RUNS / name), known, n=1),
     ]
     hint = f"; did you mean {near[0]}?" if near else ""
+    if known and not near:
+        hint = f"; there are {', '.join(sorted(known)[:8])}"
     raise ConfigError(f"there is no run folder {name}{hint}")

@@ -19,15 +19,22 @@ from typing import Annotated, Any, ClassVar, Self, TypeGuard, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lightrft.config.misread_values import misread
+from lightrft.config.misread_values import is_text, misread
 from lightrft.config.other_names.lookup import NO_COUNTERPART, answer
 from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.utils.atomic_files import nearest_name
-from lightrft.utils.errors import ConfigError
-from lightrft.utils.yaml_text import inline_yaml, parse_yaml, tree_to_yaml
+from lightrft.utils.errors import ConfigError, is_unicode
+from lightrft.utils.yaml_text import (
+    inline_yaml,
+    parse_argument,
+    parse_yaml,
+    tree_to_yaml,
+    yaml_problem,
+)
 
 if typing.TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 Tree = dict[str, Any]
@@ -178,7 +185,7 @@ def load_settings(
         _merge(tree, branch, str(file), sources)
     for override in overrides:
         try:
-            branch = _parse_override(override)
+            branch = _parse_override(cls, override)
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -406,37 +413,29 @@ def _merge(tree: Tree, over: Tree, source: str, sources: dict[str, str]) -> None
 def _read_yaml(path: Path) -> Tree:
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}{nearest_name(path, '*.yaml')}")
+    text = path.read_bytes()
     try:
         # An empty file, or one with comments alone, is read as None.
-        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
+        tree = parse_yaml(text.decode()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+        raise ConfigError(f"{path} is not YAML: {yaml_problem(error, text)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold keys and values, not {type(tree).__name__}")
     return tree
 
 
-def _parse_override(text: str) -> Tree:
+def _parse_override(cls: type[Settings], text: str) -> Tree:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r} is neither a .yaml file nor key=value")
+    if not is_unicode(value):
+        raise ConfigError(f"{key}: {value!r} has bytes that are no UTF-8; give other text")
     try:
-        leaf, node = parse_yaml(value), yaml.compose(value)
-    except UnicodeEncodeError:
+        leaf = parse_argument(value, is_text=is_text(_field(cls, key.split("."))))
+    except ValueError as error:
         raise ConfigError(
-            f"{key}: {value!r} has bytes that are no UTF-8; give other text"
+            f"{key}: {error}; to give it as text, put quotes inside the quotes: {key}='\"...\"'"
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{key}: {value!r} is not a YAML value: {error}; to give it as text, put quotes inside "
-            f"the quotes: {key}='\"...\"'"
-        ) from None
-    comment = value[node.end_mark.index if node else 0 :].strip()
-    if comment.startswith("#"):
-        raise ConfigError(
-            f"{key}: {comment!r} in {value!r} is a comment in YAML and would be lost; to give it as "
-            f"text, put quotes inside the quotes: {key}='\"...\"'"
-        )
     return below(key, leaf)
 
 
@@ -543,11 +542,12 @@ def _reason(cls: type[Settings], error: ErrorDetails, place: Sequence[int | str]
     if kind == "string_type" and isinstance(value, bool):
         # The word is read as a flag. Text that may be null is turned on by giving it.
         message += f", not {str(value).lower()}" + _described(cls, place)
-        if _is_nullable(cls, place):
+        setting = _field(cls, list(map(str, place)))
+        if setting is not None and types.NoneType in typing.get_args(setting.annotation):
             return message
     if kind == "string_type" and isinstance(value, int | float):
         message += f"; to give it as text, put quotes inside the quotes: {_as_text(place)}"
-    if kind in _BOUNDS:
+    if kind.startswith(_NUMBERS):
         message += _described(cls, place)
     return message
 
@@ -558,22 +558,17 @@ def _described(cls: type[Settings], place: Sequence[int | str]) -> str:
     return f"; {text.split('. ')[0].removesuffix('.')}" if text else ""
 
 
-def _is_nullable(cls: type[Settings], place: Sequence[int | str]) -> bool:
-    """Return True if the setting at ``place`` may be null."""
-    *above, last = map(str, place)
-    field_info = functools.reduce(branch_of, above, cls).model_fields.get(last)
-    return field_info is not None and types.NoneType in typing.get_args(field_info.annotation)
+def _field(cls: type[Settings], path: Sequence[str]) -> FieldInfo | None:
+    *above, last = path
+    return functools.reduce(branch_of, above, cls).model_fields.get(last)
 
 
 _NO_BRANCH = frozenset(("model_type", "model_attributes_type", "dataclass_type"))
 """Errors of pydantic about a value in place of a section. Their text names classes."""
 
-
-_BOUNDS = frozenset(
-    ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
-)
-"""Errors of pydantic about a number out of range. Its description names the values that mean
-something else, such as 0 for no limit."""
+_NUMBERS = ("greater_", "less_", "finite_", "float_", "int_")
+"""Beginnings of errors of pydantic about a number. Its description names the unit, the usual
+values, and the values that mean something else, such as 0 for no limit."""
 
 _IN_WORDS = {
     **dict.fromkeys(("tuple_type", "list_type"), "Input should be a list, as in [a, b]"),
@@ -644,13 +639,21 @@ def _nearest(cls: type[Settings], path: Sequence[str]) -> str:
         # ``rewards`` may be a setting of a section, or ``reward`` with a letter too many.
         near = difflib.get_close_matches(last, known, n=1, cutoff=0.8)
         return f"did you mean {' or '.join([*near, *below])}?"
-    if near := difflib.get_close_matches(last, known, n=1):
+    near = difflib.get_close_matches(last, known, n=1)
+    if above and last in cls.model_fields:
+        near, above = [last], []
+    # ``coefficient`` is ``coef``, which too few of its letters spell.
+    if near := near or [key for key in known if _is_begun(key, last)]:
         return f"did you mean {'.'.join([*above, near[0]])}?"
     if below:
         return f"did you mean one of {', '.join(below[:6])}?"
     if (others := _verbs_with(".".join(path))) != _NO_VERB:
         return f"it is a setting of {others}, and not of this verb"
     return f"known here: {', '.join(known)}"
+
+
+def _is_begun(a: str, b: str) -> bool:
+    return min(len(a), len(b)) > 2 and (a.startswith(b) or b.startswith(a))
 
 
 def leaves(cls: type[Settings], above: str = "") -> Iterator[str]:

@@ -48,6 +48,13 @@ def misread(field: FieldInfo, value: object, is_text: bool) -> str:
     return f"it is empty; leave it out for {field.default!r}" if field.default else ""
 
 
+def is_text(field: FieldInfo | None) -> bool:
+    """Return True if ``field`` takes text, or null, and nothing else."""
+    # With ``| None`` a single type is a union too.
+    options = typing.get_args((object if field is None else field.annotation) | None)  # ty: ignore[unsupported-operator]
+    return set(options) <= {str, types.NoneType}
+
+
 @functools.cache
 def _kinds(annotation: object) -> frozenset[object]:
     """Return the types of an annotation at any depth, without their containers.

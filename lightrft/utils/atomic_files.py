@@ -70,8 +70,12 @@ def looks_like_path(name: str, folder: Path = Path()) -> bool:
 def nearest_name(path: Path, pattern: str = "*") -> str:
     """Return ``; did you mean ...?`` with the name closest to ``path`` in its folder.
 
-    Only names that match the glob ``pattern`` count. The text is empty if no name is close.
+    Only names that match the glob ``pattern`` count. The text is empty if no name is close. Several
+    paths with commas between them are shown as a list.
     """
+    parts = [part.strip() for part in str(path).split(",")]
+    if parts[1:] and all(Path(part).exists() for part in parts):
+        return f"; a list is written [{', '.join(parts)}]"
     # ``glob`` of a folder that does not exist yields nothing.
     names = [file.name for file in path.parent.glob(pattern)]
     near = difflib.get_close_matches(path.name, names, n=1)

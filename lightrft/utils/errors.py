@@ -120,7 +120,14 @@ def path_of(setting: str) -> Generator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` with the word of ``known`` closest to ``word``, or ""."""
+    """Return ``; did you mean 'x'?`` with the word of ``known`` closest to ``word``, or "".
+
+    Several known words with commas between them are shown as a list.
+    """
+    known = list(known)
+    parts = [part.strip() for part in word.split(",")]
+    if parts[1:] and set(parts) <= set(known):
+        return f"; a list is written [{', '.join(parts)}]."
     # In other letters alone it is the same word, however little the letters look alike.
     by_letters = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_letters, n=1)

@@ -37,6 +37,47 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+def parse_argument(value: str, *, is_text: bool = False) -> Any:
+    """Return the value of a setting on the command line.
+
+    Args:
+        value: YAML.
+        is_text: The setting takes text alone. A table, or what is no YAML, is then text, as
+            ``{prompt} Answer:`` is.
+
+    Raises:
+        ValueError: ``value`` is not YAML, or ends in a comment.
+    """
+    try:
+        leaf, node = parse_yaml(value), yaml.compose(value)
+    except yaml.YAMLError as error:
+        if is_text:
+            return value
+        problem = getattr(error, "problem", error)
+        raise ValueError(f"{value!r} is not a YAML value: {problem}") from None
+    if is_text and isinstance(leaf, Mapping):
+        return value
+    comment = value[node.end_mark.index if node else 0 :].strip()
+    if comment.startswith("#"):
+        raise ValueError(f"{comment!r} in {value!r} is a comment in YAML and would be lost")
+    return leaf
+
+
+def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, text: bytes) -> str:
+    """Return what is wrong in ``text``, with the line of it and how to mend it."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"{error}; save it as UTF-8"
+    lines = text.decode().splitlines()
+    mark = getattr(error, "problem_mark", None)
+    if mark is None or mark.line >= len(lines):
+        return str(error)
+    line = lines[mark.line]
+    hint = "look at its indentation, its quotes and the space after each colon"
+    if "\t" in line.removesuffix(line.lstrip()):
+        hint = "indent by spaces, not by tabs"
+    return f"line {mark.line + 1}, {line.strip()!r}: {getattr(error, 'problem', error)}; {hint}"
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the value of JSON, which Python's own reader reads with the last of equal keys.
 

@@ -157,7 +157,7 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
         ),
         (
             [r'eval.sampling.stop=["\ud800"]'],
-            "is not a YAML value: while parsing a quoted scalar",
+            "is not a YAML value: found invalid Unicode",
         ),
         (
             ["sampling.stop_token_ids=[9223372036854775808]"],
