@@ -89,7 +89,8 @@ class ChatEncoder(TextEncoder):
         is_auto = config.apply_chat_template == "auto"
         self.chat = has_template if is_auto else bool(config.apply_chat_template)
         if is_auto and has_template and config.template is not None:
-            _note_template(config.template)
+            _warn_once(INSIDE, config.template)
+        self._has_note = is_auto and not has_template and config.template is None
         self.template = None
         if config.template is not None:
             self.template = _parse_template(config.template, self.media is not None)
@@ -406,7 +407,10 @@ class ChatEncoder(TextEncoder):
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
             problem = f"the chat template refuses messages with the roles {roles}"
-            raise MalformedRow(f"{where}: {problem}: {error}") from error
+            raise MalformedRow(
+                f"{where}: {problem}: {error}; leave such messages out, or give another template "
+                "in model.chat_template"
+            ) from error
         if self.media is None:
             return text
         order = marks("".join(m["content"] for m in messages))
@@ -562,6 +566,8 @@ class ChatEncoder(TextEncoder):
                 way_out = "set model.chat_template to a template file"
                 raise MalformedRow(f"{record.where}: {problem}, and none is in use; {way_out}")
             prompt = asked[0]["content"]
+            if self._has_note:
+                _warn_once(NO_TEMPLATE, tokenizer_name(self.tokenizer))
         if self.template is None:
             if record.possible_prompts:
                 raise no_prompt(record.row, record.where)
@@ -664,15 +670,16 @@ def _parse_template(template: str, media: bool) -> list[tuple[str, str]]:
     return [*parts, (literal, "")]
 
 
-@functools.cache
-def _note_template(template: str) -> None:
-    """Log once that the chat template surrounds ``data.template``."""
-    _log.warning(
-        "data.template = %r is written inside the chat template, as the message of the user; set "
-        "data.apply_chat_template: false to write prompts by data.template alone, or true to keep "
-        "both without this line",
-        template,
-    )
+INSIDE = (
+    "data.template = %r is written inside the chat template, as the message of the user; set "
+    "data.apply_chat_template: false to write prompts by data.template alone, or true to keep both "
+    "without this line"
+)
+NO_TEMPLATE = (
+    "the tokenizer %s has no chat template: messages are written as their text alone; set "
+    "model.chat_template to a template file, or data.apply_chat_template: false"
+)
+_warn_once = functools.cache(_log.warning)
 
 
 def _refuse_chat_settings(config: DataConfig) -> None:

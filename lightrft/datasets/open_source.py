@@ -70,7 +70,7 @@ def open_source(
         rows = LimitRows(rows, source.limit)
     if len(rows) == 0:
         skipped = f"; {rows.malformed} malformed rows were skipped" if rows.malformed else ""
-        raise DataError(f"data.sources: {source.path} has no rows{skipped}")
+        raise DataError(f"data.sources: {source.path} has no rows{skipped}; name another file")
     setting = "data.sources.reader_options"
     if source.reader is None:
         _refuse(source.reader_options, setting, "a reader; name one in data.sources.reader")

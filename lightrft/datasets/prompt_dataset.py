@@ -20,7 +20,15 @@ from lightrft.datasets.media.prefetch import Fetcher
 from lightrft.datasets.mixing import blend
 from lightrft.datasets.open_source import media_root, open_source, source_name
 from lightrft.datasets.row_parser import ParsedRow, ends_with_assistant
-from lightrft.datasets.row_tables import Indexes, MalformedRow, Row, Rows, TextIndex, look_up
+from lightrft.datasets.row_tables import (
+    Indexes,
+    MalformedRow,
+    Row,
+    Rows,
+    TextIndex,
+    look_up,
+    with_way_out,
+)
 from lightrft.datasets.row_warnings import (
     UnknownText,
     first_place,
@@ -123,7 +131,7 @@ class Sources(Generic[R]):
     def skip(self, error: MalformedRow) -> None:
         """Raise ``error`` if ``data.bad_rows`` is ``error``, else count a malformed row."""
         if self.config.bad_rows == "error":
-            raise error
+            raise with_way_out(error)
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
 
@@ -133,7 +141,7 @@ class Sources(Generic[R]):
         The media of such a row were readable on construction.
         """
         if self.config.bad_rows == "error":
-            raise error
+            raise with_way_out(error)
         self.counts["unreadable"] += 1
 
     def made(

@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import sys
 from array import array
 from bisect import bisect_right
@@ -275,10 +276,26 @@ def _json_row(raw: bytes) -> Row | None:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ValueError(_not_utf8(error)) from None
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
     return row
+
+
+def with_way_out(error: MalformedRow) -> MalformedRow:
+    """Return ``error`` with what to do about the row, unless its message says so."""
+    text = str(error)
+    if not _SAYS_HOW.search(text):
+        error.args = (f"{text.removesuffix('.')}. Mend the row, or set data.bad_rows: skip",)
+    return error
+
+
+_SAYS_HOW = re.compile(r"\b(data|model)\.\w|\blightrft ")
+"""Parts of a message that name a setting or a verb, which mend all rows."""
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 text: {error.reason} at byte {error.start}; save the file as UTF-8"
 
 
 class Skipped:
@@ -292,7 +309,7 @@ class Skipped:
     def add(self, problem: str) -> None:
         """Count a row, or raise ``MalformedRow`` under ``malformed: error``."""
         if self._malformed == "error":
-            raise MalformedRow(f"{problem}. Mend the row, or set data.bad_rows: skip") from None
+            raise with_way_out(MalformedRow(problem)) from None
         self.count += 1
         self.first = self.first or problem
 
@@ -414,6 +431,8 @@ def _csv_record(lines: list[bytes], first: int) -> tuple[int, list[str]]:
     reader = csv.reader((lines[k].decode("utf-8") for k in range(first, len(lines))), strict=True)
     try:
         values = next(reader, [])
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(error)) from None
     except csv.Error as error:
         raise ValueError(f"not CSV: {error}") from None
     return reader.line_num, values

@@ -399,5 +399,10 @@ class TurnEncoder:
 def no_answer(record: ParsedRow) -> MalformedRow:
     """Return the error for a record without a response to train on."""
     have = ", ".join(record.row)
-    problem = f"{record.where}: no response to learn from; the row has"
-    return MalformedRow(f"{problem}: {have}. Name its column in data.columns.response")
+    problem = f"{record.where}: no response to learn from; the row has: {have}."
+    way_out = "Name its column in data.columns.response"
+    if "chosen" in record.row:
+        way_out += ", or learn from chosen and rejected by lightrft dpo"
+    elif isinstance(record.prompt, list) and not isinstance(record.row.get("prompt"), str):
+        way_out = f"End the conversation by a message of the role assistant. Or: {way_out}"
+    return MalformedRow(f"{problem} {way_out}")

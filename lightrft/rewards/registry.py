@@ -159,8 +159,9 @@ def _check_signature(
     except TypeError as error:
         given = "{function: " + name + ", options: {" + _options_of(signature) + "}}"
         raise RewardError(
-            f"{shown}, but its signature is {signature}: {error}. Arguments after the first are "
-            f"options of the term: {given}"
+            f"{shown}, but its signature is {signature}: {error}. The first has all of the row: "
+            "r.text, r.prompt.label, r.prompt.columns. Arguments after it are options of the term: "
+            f"{given}"
         ) from None
 
 

@@ -58,6 +58,11 @@ def check_rewards(
             f"reward {trial.term.function!r} failed on {share}. The first failure:\n"
             f"{first.trace}\n{first.problem}"
         )
+        if lacking := sum(rollout.prompt.label is None for rollout in trial.rollouts):
+            text += (
+                f"\n{lacking} of the rows have no label, which is None for the function; name its "
+                "column in data.columns.label"
+            )
         # A reward may rightly raise on some rows, and the run then only drops these responses.
         if len(problems) == len(outcomes):
             raise RewardError(text)

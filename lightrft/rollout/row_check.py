@@ -25,6 +25,8 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
         DataError: If a reward configured for such a row compares responses with the label.
     """
     missing = unlabelled(rows.counts)
+    has_pairs = any({"chosen", "rejected"} <= columns.keys() for columns in rows.unread.values())
+    pairs = "; chosen and rejected are for lightrft dpo or rm" if has_pairs else ""
     for source, count in missing.items():
         where = rows.first_with(f"{UNLABELLED}/{source}")
         lacking = "1 row is" if count == 1 else f"{count} rows are"
@@ -34,6 +36,7 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
                     f"{key}: {where}: there is no label (or reference), and reward "
                     f"{term.function!r} compares responses with it. {lacking} without one; name "
                     f"the column in {key.removesuffix('.sources')}.columns.label, or mend the rows"
+                    f"{pairs}"
                 )
     _check_fractions(rows, reward, key)
     every, count = rows.counts["prompts"], sum(missing.values())

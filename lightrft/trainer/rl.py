@@ -33,7 +33,11 @@ from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes
 from lightrft.rollout.shown_samples import examples, sample_rows, table
 from lightrft.trainer.checks.check_config import check
-from lightrft.trainer.checks.context_limits import check_examples, check_lengths
+from lightrft.trainer.checks.context_limits import (
+    check_examples,
+    check_lengths,
+    warn_of_micro_batches,
+)
 from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.phases import StepContext
 from lightrft.trainer.policy_run import PolicyRun
@@ -98,6 +102,7 @@ class RLRun(PolicyRun):
             "sampling",
             "data",
         )
+        warn_of_micro_batches(config.train, self.stream.dataset.longest)
         if isinstance(roles.ptx, PretrainingLoss):
             longest = roles.ptx.dataset.longest
             check_examples(roles.actor, longest, config.ptx.max_tokens, "ptx.max_tokens")

@@ -75,7 +75,8 @@ def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> Sa
     """
     if not is_saved(path):
         raise ConfigError(
-            f"{path} is neither a run folder (with config.yaml) nor a checkpoint (with {MANIFEST})"
+            f"{path} is neither a run folder (with config.yaml) nor a checkpoint (with {MANIFEST}); "
+            "a model folder is used as it is; lightrft convert changes its type"
         )
     if (path / MANIFEST).is_file():
         if which != "auto" or step is not None:

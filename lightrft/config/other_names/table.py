@@ -14,6 +14,18 @@ from lightrft.config.other_names import (
 )
 from lightrft.config.other_names.rows import NameRow, pattern_of
 
+GUESSED: tuple[NameRow, ...] = (
+    NameRow("data.columns.{answer,answers,solution,target,ground_truth}", "data.columns.label"),
+    NameRow("data.columns.{question,query,instruction,messages,problem}", "data.columns.prompt"),
+    NameRow("data.columns.{completion,output}", "data.columns.response"),
+    NameRow("validation.{sources,data,data.sources}", "validation.sources eval.data.sources"),
+    NameRow("validation.every", "eval.every"),
+    NameRow("from src", "path"),
+    NameRow("to out destination", "output"),
+    NameRow("optimizer.kind", "", "optimizer is AdamW with float32 copies"),
+)
+"""Names that users guess, of no framework alone."""
+
 ROWS: tuple[NameRow, ...] = (
     *translated.MODELS,
     *translated.DATA,
@@ -25,6 +37,7 @@ ROWS: tuple[NameRow, ...] = (
     *translated_training.PLACES,
     *translated_training.RUN,
     *translated_training.MERGING,
+    *GUESSED,
     *untranslated.ROWS,
 )
 """Names with a counterpart first, so that they come before patterns without one."""

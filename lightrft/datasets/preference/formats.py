@@ -162,10 +162,11 @@ def format_of(
         known = "; ".join(f"{one.name}: {one.columns}" for one in layouts)
         names = (name if value is not None else f"{name} (empty)" for name, value in row.items())
         have = ", ".join(names) or "nothing"
+        verb = "lightrft sft" if "messages" in row else "lightrft rl"
         raise MalformedRow(
             f"{where}: no preference in the row, which has: {have}. Name the columns of "
-            "the two responses in data.columns.chosen and data.columns.rejected. Known without "
-            f"that: {known}"
+            "the two responses in data.columns.chosen and data.columns.rejected, or train on "
+            f"other rows by another verb, such as {verb}. Known without that: {known}"
         )
     names = [known.name for known in fitting]
     way_out = f"set data.columns.layout: {names[0]} (or another of them)"

@@ -201,4 +201,5 @@ def _compare_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None
 
 def _auto_tokenizer(folder: Path | str) -> Any:
     with suppress_hf_warnings(local=True):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Without the answer, it would ask at the terminal.
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -111,7 +111,8 @@ def load_model(
         # first the class: if it cannot be built at all, the weights are not to blame
         check_class(config, settings)
         raise ModelError(
-            f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})"
+            f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)}); "
+            "copy the folder again, or give another"
         ) from error
     missing = set(map(str, info["missing_keys"]))
     if not output_head:
@@ -224,7 +225,12 @@ def where_of(config: ModelConfig) -> str:
         )
     if is_folder:
         raise ModelError(f"model.path = {path!r}: not a model folder, since it has no config.json")
-    if looks_like_path(path) or folder.exists():
+    if folder.exists():
+        raise ModelError(
+            f"model.path = {path!r}: it is a file; give the folder with config.json, weights and "
+            "tokenizer"
+        )
+    if looks_like_path(path):
         raise ModelError(f"model.path = {path!r}: there is no such folder{nearest_name(folder)}")
     return path
 
@@ -246,8 +252,12 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
         return getattr(found, "thinker_config", found)
     except BROKEN as error:
         if Path(where).is_dir():
+            trust = ""
+            if not config.trust_remote_code and "custom code" in str(error):
+                trust = "; to run this code, set model.trust_remote_code=true"
             raise ModelError(
                 f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})"
+                f"{trust}"
             ) from error
         raise ModelError(
             f"model.path = {config.path!r}: "
@@ -404,6 +414,8 @@ def read_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
         )
     except (*BROKEN, TypeError, AttributeError, ImportError) as error:
         problem = f"no tokenizer can be loaded from there ({first_line(error)})"
+        if not Path(where).exists():
+            problem += f"; there is no folder {where} here: give one, or check name and network"
         raise ModelError(f"{setting} = {where!r}: {problem}") from error
 
 
@@ -441,7 +453,10 @@ def _template(text: str) -> str:
         return text
     file = Path(text).expanduser()
     if not file.is_file():
-        raise ModelError(f"model.chat_template = {text!r} is neither a Jinja template nor a file")
+        raise ModelError(
+            f"model.chat_template = {text!r} is neither a Jinja template nor a file; give one of "
+            f"them, or leave it out for the tokenizer's own{nearest_name(file)}"
+        )
     return file.read_text(encoding="utf-8")
 
 

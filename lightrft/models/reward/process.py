@@ -156,7 +156,8 @@ class ProcessRewardModel(Backbone):
         if form is None and settings is None:
             raise ModelError(
                 f"model.path = {config.path!r}: the folder holds no process reward model "
-                "(process_reward_model.json, or a head of another framework); give its settings"
+                "(process_reward_model.json, or a head of another framework); train one by "
+                "lightrft prm"
             )
         if form is not None and settings is not None and form.settings.head != settings.head:
             raise ModelError(

@@ -50,6 +50,11 @@ from lightrft.utils.seeding import derive_seed, seeded_weights, torch_generator
 MIXTURE = "mixture"
 """Name of the score that a gate combines."""
 
+WITHOUT_HEAD = (
+    "train one by lightrft rm, or set reward.judges for a language model that judges by text"
+)
+"""What to do about a language model in place of a reward model."""
+
 
 class RewardModel(Backbone):
     """A language model with heads that score responses.
@@ -180,7 +185,7 @@ class RewardModel(Backbone):
                 raise ModelError(
                     f"model.path = {config.path!r}: the folder holds no reward model "
                     "(reward_model.json, or a head of another framework); "
-                    f"{merge_hint(config.path) or 'give its settings'}"
+                    f"{merge_hint(config.path) or WITHOUT_HEAD}"
                 )
             settings = form.settings
         # files of reward models often lack the output head, which is not used

@@ -178,7 +178,9 @@ def gold_text(gold: object) -> str:
     """
     # A bool is an int: ``True`` would be the label 1.
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
-        raise ValueError(f"label {gold!r} is {type(gold).__name__}, not a number or text")
+        raise ValueError(
+            f"label {gold!r} is {type(gold).__name__}, not a number or text; give one, or a reward of your own"
+        )
     if isinstance(gold, float):
         if not math.isfinite(gold):
             raise ValueError(f"label {gold!r} is not a finite number")

@@ -74,7 +74,7 @@ def terms_of(result: object) -> dict[str, float]:
         try:
             terms[key] = number_of(value)
         except InvalidReward as error:
-            raise InvalidReward(f"{error} for {key!r}") from None
+            raise InvalidReward(f"{error} for {key!r}; leave {key!r} out of the dict") from None
     name = next((name for name in REWARD_KEYS if name in terms), None)
     if name is None:
         raise InvalidReward(

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from lightrft.distributed.guarded.guardian import become_guardian
 from lightrft.rewards.registry import OverBudget, Reward, load_reward
 from lightrft.rewards.sandbox.results import InvalidReward, rows_of, terms_of, wrong_and_ungraded
-from lightrft.utils.errors import UserError
+from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView
+from lightrft.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     import asyncio
@@ -298,7 +299,15 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:  # a broken __str__ of a user's class must not hide the class name
         text = "(its message cannot be shown)"
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {text[:300]}{_near(error)}"
+
+
+def _near(error: BaseException) -> str:
+    """Return the attribute that a wrong one may mean, as the interpreter shows it."""
+    if not isinstance(error, AttributeError) or not isinstance(error.obj, PromptView | RolloutView):
+        return ""
+    known = [name for name in dir(error.obj) if not name.startswith("_")]
+    return did_you_mean(error.name or "", known) or f"; it has {', '.join(known)}"
 
 
 def _receive(connection: socket.socket) -> bytearray | None:

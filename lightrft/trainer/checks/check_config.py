@@ -39,6 +39,12 @@ def check(config: RLConfig) -> Requirements:
             "(rollout.prompts_per_step x rollout.group_size) the adaptive coefficient could "
             f"turn negative; raise it above {answers // 5}"
         )
+    if config.train.num_mini_batches > answers:
+        raise ConfigError(
+            f"train.num_mini_batches = {config.train.num_mini_batches}: it counts optimizer steps, "
+            f"and a step has {answers} responses (rollout.prompts_per_step x rollout.group_size); "
+            f"lower it to {answers} or less"
+        )
     check_trained_weights(config.model)
     check_learning(config, requirements)
     check_roles(config, requirements)

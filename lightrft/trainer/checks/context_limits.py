@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
 from lightrft.config.engine import EngineConfig
 from lightrft.config.strategy import SamplingConfig
+from lightrft.config.train import TrainConfig
 from lightrft.engines.base import Engine
 from lightrft.engines.requests import way_to_shorten
 from lightrft.models.actor import Actor, Backbone
@@ -15,6 +17,8 @@ from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.families import context_length
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def check_lengths(
@@ -123,6 +127,17 @@ def check_bound(
         f"trained; "
         f"{way_to_shorten(bound.tokens - longest, key, data)}"
     )
+
+
+def warn_of_micro_batches(train: TrainConfig, longest: int) -> None:
+    """Warn if a micro-batch cannot hold the longest prompt, of ``longest`` tokens."""
+    if train.micro_batch_tokens < longest:
+        log.warning(
+            "train.max_tokens_per_micro_batch = %d is a number of tokens, and the longest prompt "
+            "has %d: longer rows are computed one by one, which is slow; raise it",
+            train.micro_batch_tokens,
+            longest,
+        )
 
 
 def longest(prompts: Sequence[Prompt]) -> int:

@@ -77,6 +77,10 @@ VALIDATED = (SFTConfig, DistillVerbConfig, DPOConfig)
 """Settings with ``validation``."""
 
 
+LARGE_LR = 1e-3
+"""Largest usual learning rate of a policy."""
+
+
 def check_trained_weights(model: ModelConfig) -> None:
     """Raise ``ConfigError`` if the weights of ``model`` are quantised and it has no adapters."""
     if model.load_in_4bit and not has_adapters(model):
@@ -93,6 +97,13 @@ def check_learning(config: RLConfig, requirements: Requirements) -> None:
     _raise([*problems, *evaluation_problems(config)])
     if not config.optimizer.lr and not any(config.optimizer.lr_of.values()):
         log.warning("optimizer.lr = %g: the policy does not change", config.optimizer.lr)
+    if config.optimizer.lr > LARGE_LR:
+        log.warning(
+            "optimizer.lr = %g is above %g: a policy may collapse within a few steps; lower it if "
+            "rewards or response lengths fall (usual: 1e-6 to 1e-3)",
+            config.optimizer.lr,
+            LARGE_LR,
+        )
 
 
 def check_evaluation(config: PolicyConfig) -> None:
