@@ -24,7 +24,7 @@ from lightrft.config.other_names.lookup import NO_COUNTERPART, answer
 from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.utils.atomic_files import nearest_name
-from lightrft.utils.errors import ConfigError, is_unicode
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import (
     inline_yaml,
     parse_argument,
@@ -428,14 +428,10 @@ def _parse_override(cls: type[Settings], text: str) -> Tree:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r} is neither a .yaml file nor key=value")
-    if not is_unicode(value):
-        raise ConfigError(f"{key}: {value!r} has bytes that are no UTF-8; give other text")
     try:
-        leaf = parse_argument(value, is_text=is_text(_field(cls, key.split("."))))
+        leaf = parse_argument(key, value, is_text=is_text(_field(cls, key.split("."))))
     except ValueError as error:
-        raise ConfigError(
-            f"{key}: {error}; to give it as text, put quotes inside the quotes: {key}='\"...\"'"
-        ) from None
+        raise ConfigError(str(error)) from None
     return below(key, leaf)
 
 

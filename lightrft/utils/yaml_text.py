@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from lightrft.utils.errors import is_unicode
+
 
 def tree_to_yaml(tree: Mapping[str, Any]) -> str:
     """Return a tree of plain values as YAML that ``parse_yaml`` reads back equal."""
@@ -37,29 +39,35 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def parse_argument(value: str, *, is_text: bool = False) -> Any:
+def parse_argument(key: str, value: str, *, is_text: bool = False) -> Any:
     """Return the value of a setting on the command line.
 
     Args:
+        key: Name of the setting, for messages.
         value: YAML.
         is_text: The setting takes text alone. A table, or what is no YAML, is then text, as
             ``{prompt} Answer:`` is.
 
     Raises:
-        ValueError: ``value`` is not YAML, or ends in a comment.
+        ValueError: ``value`` is no Unicode, not YAML, or ends in a comment.
     """
+    if not is_unicode(value):
+        raise ValueError(f"{key}: {value!r} has bytes that are no UTF-8; give other text")
+    way_out = f"to give it as text, put quotes inside the quotes: {key}='\"...\"'"
     try:
         leaf, node = parse_yaml(value), yaml.compose(value)
     except yaml.YAMLError as error:
         if is_text:
             return value
         problem = getattr(error, "problem", error)
-        raise ValueError(f"{value!r} is not a YAML value: {problem}") from None
+        raise ValueError(f"{key}: {value!r} is not a YAML value: {problem}; {way_out}") from None
     if is_text and isinstance(leaf, Mapping):
         return value
     comment = value[node.end_mark.index if node else 0 :].strip()
     if comment.startswith("#"):
-        raise ValueError(f"{comment!r} in {value!r} is a comment in YAML and would be lost")
+        raise ValueError(
+            f"{key}: {comment!r} in {value!r} is a comment in YAML and would be lost; {way_out}"
+        )
     return leaf
 
 
