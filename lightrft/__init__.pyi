@@ -21,7 +21,7 @@ from lightrft.config.reward_model.judgement import JudgementConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.rollout import RolloutConfig, SelectConfig, StepLabelsConfig
-from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
+from lightrft.config.run import CheckpointConfig, HubConfig, LogConfig, RunConfig
 from lightrft.config.strategy import OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import CriticConfig, DistillationConfig, PRMConfig, PtxConfig, RLTrainConfig, TrainConfig, ValueModelConfig
 from lightrft.config.verbs import DPOConfig, KTOConfig, SFTConfig
@@ -55,6 +55,7 @@ def rl(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     steps: int = ...,
     epochs: int = ...,
@@ -92,6 +93,7 @@ def rl(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
     """
 
@@ -107,6 +109,7 @@ def sft(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     eval: Data = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
@@ -137,6 +140,7 @@ def sft(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         eval: Evaluation on the eval set.
         engine: Engine that generates responses.
@@ -159,6 +163,7 @@ def dpo(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     eval: Data = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
@@ -195,6 +200,7 @@ def dpo(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         eval: Evaluation on the eval set.
         engine: Engine that generates responses.
@@ -220,6 +226,7 @@ def kto(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     eval: Data = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
@@ -256,6 +263,7 @@ def kto(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         eval: Evaluation on the eval set.
         engine: Engine that generates responses.
@@ -281,6 +289,7 @@ def rm(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     validation: Data = ...,
     reward_model: RewardModelConfig | Mapping[str, Any] = ...,
@@ -309,6 +318,7 @@ def rm(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         validation: Rows held out from training. Their loss and the accuracy of their order are
             measured with each evaluation; without sources none is.
@@ -328,6 +338,7 @@ def prm(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     validation: Data = ...,
     process_model: ProcessModelConfig | Mapping[str, Any] = ...,
@@ -355,6 +366,7 @@ def prm(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         validation: Rows held out from training. Their loss and the accuracy of the judgement of
             their steps are measured with each evaluation; without sources none is. It takes the
@@ -386,6 +398,7 @@ def grm(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     judgement: JudgementConfig | Mapping[str, Any] = ...,
     steps: int = ...,
@@ -424,6 +437,7 @@ def grm(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         judgement: Questions to the judge, and the form of its verdicts. It holds for `data`,
             `validation` and `eval.data`, unless these have a `judgement` of their own. Held-out
@@ -442,6 +456,7 @@ def distill(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     eval: Data = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
@@ -476,6 +491,7 @@ def distill(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         eval: Evaluation on the eval set.
         engine: Engine that generates responses.
@@ -572,6 +588,7 @@ def data(
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     launch: LaunchConfig | Mapping[str, Any] = ...,
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     show: ShowConfig | Mapping[str, Any] = ...,
     steps: int = ...,
@@ -604,6 +621,7 @@ def data(
         strategy: Devices, sharding and parallelism.
         launch: Processes of the run.
         checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         show: The rows to show, and the page.
     """

@@ -21,7 +21,8 @@ class StandIn:
         self.stored: dict[str, bytes] = {}
         self.made: list[dict[str, Any]] = []
         self.messages: list[str] = []
-        self.token = ""
+        self.refused: set[str] = set()
+        """Messages of commits that are refused."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -43,7 +44,10 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_GET(self) -> None:
-        self.answer({"id": "me/it", "siblings": [], "sha": "0" * 40})
+        if self.path == "/api/whoami-v2" and self.headers.get("Authorization") != "Bearer right":
+            self.answer({"error": "Invalid username or password."}, 401)
+        else:
+            self.answer({"id": "me/it", "name": "me", "siblings": [], "sha": "0" * 40})
 
     def do_PUT(self) -> None:
         self.hub.stored[self.path.rpartition("/")[2]] = self.body()
@@ -75,7 +79,12 @@ class Handler(BaseHTTPRequestHandler):
             ]
             self.answer({"transfer": "basic", "objects": objects})
         elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
+            lines = [*map(json.loads, body.splitlines())]
+            if lines[0]["value"]["summary"] in hub.refused:
+                self.send_response(403, "No space is left")
+                self.end_headers()
+                return
+            for line in lines:
                 value = line["value"]
                 if line["key"] == "header":
                     hub.messages.append(value["summary"])

@@ -183,9 +183,12 @@ class Run:
             ConfigError: The hub refuses the upload, or cannot be reached.
             DataError: The run has not finished.
         """
-        from lightrft.api.hub import push
+        from lightrft.observability.model_card import Hub, message_of, model_card
 
-        return push(self, repo, private=private, revision=revision)
+        card = model_card(self.path, self.model, {"verb": self.verb, **self.summary})
+        hub = Hub(repo, private=private, asked=f"push_to_hub({repo!r})")
+        hub.push(self.model, card, message_of(self.summary), revision)
+        return hub.address
 
     def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
         """Return a response of the trained model to each prompt.

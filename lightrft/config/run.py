@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightrft.config.base import Settings
 
@@ -66,6 +66,26 @@ class CheckpointConfig(Settings):
     """Metric whose best checkpoint stays too and is the one in ``model/``, e.g. ``eval/accuracy``;
     with a minus in front, less is better. A step that improves on all checkpoints is saved. Without
     it ``model/`` holds the last step."""
+
+
+class HubConfig(Settings):
+    """Repository of the Hugging Face Hub that the model is pushed to, with a card."""
+
+    repo: str = ""
+    """Repository such as ``me/model``, which is made if there is none. The model is pushed when the
+    run ends. Empty pushes nothing. The account is that of ``hf auth login`` or of ``HF_TOKEN``."""
+    push_every: int = Field(0, ge=0)
+    """Push the model of every so many steps too, while the run goes on; 0 pushes at the end
+    alone."""
+    private: bool | None = None
+    """Who sees a new repository; ``null`` takes the account's default."""
+
+    @model_validator(mode="after")
+    def _has_repo(self) -> HubConfig:
+        if not self.repo and (self.push_every or self.private is not None):
+            name = "push_every" if self.push_every else "private"
+            raise ValueError(f"hub.{name} changes nothing without hub.repo, such as me/model")
+        return self
 
 
 class LogConfig(Settings):

@@ -32,7 +32,7 @@ from lightrft.config.reward_model.judgement import COMPARED, JudgementConfig
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig, ValidationTimesConfig
 from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig, StepLabelsConfig
-from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
+from lightrft.config.run import CheckpointConfig, HubConfig, LogConfig, RunConfig
 from lightrft.config.strategy import OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.config.train import (
     CriticConfig,
@@ -98,6 +98,8 @@ class RLConfig(HeldOutSettings):
     """Processes of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    hub: HubConfig = HubConfig()
+    """Hugging Face Hub."""
     log: LogConfig = LogConfig()
     """Metrics, rollouts and batches on disk."""
 
@@ -128,6 +130,8 @@ class GivenDataConfig(HeldOutSettings):
     """Processes of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    hub: HubConfig = HubConfig()
+    """Hugging Face Hub."""
     log: LogConfig = LogConfig()
     """Metrics, rollouts and batches on disk."""
 

@@ -193,6 +193,7 @@ METRICS: tuple[MetricRow, ...] = (
     MetricRow("eval/failed", SUM, "responses that could not be scored; they are wrong"),
     MetricRow("eval/media_errors", SUM, "prompts whose media are gone"),
     MetricRow("eval/terms/<term>", "scored responses to the eval set", "a term of the reward"),
+    MetricRow("hub/failed", SUM, "models that were not pushed to the hub", "no push is due"),
     MetricRow("time/<phase>", SUM, "seconds of a phase", "the phase does not run"),
     MetricRow(
         "perf/mfu",

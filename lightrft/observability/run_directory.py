@@ -292,6 +292,11 @@ class RunDirectory:
         """Write ``samples.json`` with responses to the same prompts before and after training."""
         write_json(self.path / "samples.json", {"before": list(before), "after": list(after)})
 
+    @property
+    def changed(self) -> Mapping[str, object]:
+        """The settings that differ from their defaults, by name."""
+        return self._changed
+
     def flush(self) -> None:
         """Wait until every rollout is on disk. Raises the error of a failed write."""
         self._writer.flush()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightrft.config.engine import EngineConfig
 from lightrft.config.reward import RewardConfig
@@ -15,6 +16,7 @@ from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.engines.base import Engine
 from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.actor import Actor
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.lora import can_merge
 from lightrft.observability.metrics import Metrics
 from lightrft.rewards.success import Success
@@ -28,6 +30,7 @@ from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import POLICY, save_checked, write_policy
 from lightrft.trainer.training_loop import TrainingRun, best_checkpoint
 from lightrft.types import Prompt
+from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -127,6 +130,19 @@ class PolicyRun(TrainingRun):
         """Write the policy as a Hugging Face folder ``model/`` and return its step."""
         return export(self)
 
+    def write_model(self, path: Path) -> None:
+        """See ``TrainingRun.write_model``."""
+        merge = can_merge(self.roles.actor)
+
+        def write(actor: Actor) -> None:
+            roles = self.roles
+            with whole_folder(path) as temporary:
+                save_model(
+                    actor, roles.tokenizer, temporary, processor=roles.processor, merge=merge
+                )
+
+        with_whole_weights(self, write)
+
 
 def export(run: PolicyRun) -> int:
     """Write the policy as a Hugging Face folder ``model/`` and return its step.
@@ -155,9 +171,20 @@ def export(run: PolicyRun) -> int:
 
         run_on_all_ranks(ranks, write)
         return step
+
+    def save(actor: Actor) -> None:
+        save_checked(actor, path, roles.tokenizer, roles.processor, merge=merge)
+
+    with_whole_weights(run, save)
+    return step
+
+
+def with_whole_weights(run: PolicyRun, write: Callable[[Actor], None]) -> None:
+    """Call ``write`` with the current policy on rank 0: with a copy if its weights are sharded."""
+    roles, ranks = run.roles, run.session.ranks
     if ranks.size == 1:
-        save_whole(roles.actor, run, merge=merge)
-        return step
+        write(roles.actor)
+        return
     copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
     # Every rank iterates, since gathering a parameter is a collective call.
@@ -165,20 +192,7 @@ def export(run: PolicyRun) -> int:
         if copy is not None:
             parameters[name].data.copy_(tensor)
     # On all ranks, so that a full disk on rank 0 ends the run everywhere.
-    run_on_all_ranks(ranks, lambda: None if copy is None else save_whole(copy, run))
-    return step
-
-
-def save_whole(actor: Actor, run: PolicyRun, *, merge: bool = True) -> None:
-    """Write ``model/`` from the weights of ``actor``, atomically.
-
-    Args:
-        actor: The model to write.
-        run: Its run.
-        merge: Add adapters to the weights. If ``False``, write only the adapters.
-    """
-    path, roles = run.session.path / "model", run.roles
-    save_checked(actor, path, roles.tokenizer, roles.processor, merge=merge)
+    run_on_all_ranks(ranks, lambda: None if copy is None else write(copy))
 
 
 def current_engine(run: PolicyRun) -> Engine:

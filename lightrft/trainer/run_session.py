@@ -42,6 +42,7 @@ from lightrft.strategy.checkpoint import (
     save_state,
     verify,
 )
+from lightrft.trainer.hub_pushes import HubPushes
 from lightrft.trainer.run_summary import headline, samples
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import LostRankError, RankError, UserError, without_overwrite
@@ -59,6 +60,7 @@ CHANGED = "changes"
 MAY_DIFFER = (
     "run",
     "checkpoint",
+    "hub",
     "log",
     "engine",
     "strategy",
@@ -124,6 +126,7 @@ class RunSession:
     applied: list[SettingChange] = field(default_factory=list)
     pending: list[SettingChange] = field(default_factory=list)
     originals: dict[str, Any] = field(default_factory=dict)
+    hub: HubPushes | None = None
     _saved_time: float = field(default_factory=_now)
     _tried_time: float = field(default_factory=_now)
     _first_step: int = 0

@@ -13,6 +13,7 @@
     |   publish_update()     the new weights, to an engine that samples
     |   evaluate()           if it is due
     |   state()              if a checkpoint is due
+    |   write_model(path)    if a push to the hub is due
     +-- reached(values)      until the last step, or until an evaluation is good enough
     export()                 model/
     summary_fields()         summary.json
@@ -57,6 +58,7 @@ from lightrft.strategy.manifest import load_manifest
 from lightrft.strategy.single import change_lr
 from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.device_use import DeviceUse, watched
+from lightrft.trainer.hub_pushes import HubPushes
 from lightrft.trainer.run_session import (
     CHANGED,
     UNEVALUATED,
@@ -154,6 +156,10 @@ class TrainingRun(ABC):
     @abstractmethod
     def export(self) -> int:
         """Write the trained model as a Hugging Face folder ``model/`` and return its step."""
+
+    @abstractmethod
+    def write_model(self, path: Path) -> None:
+        """Write the current model as the folder ``path``, with nothing of the run changed."""
 
     def begin(self) -> None:
         """Check lengths, and compute what must be known before a checkpoint replaces the
@@ -274,6 +280,7 @@ def run_training(
     ):
         with session.starting():
             run = prepare(session)
+            session.hub = HubPushes(config.hub, session)
         try:
             run.begin()
             resume_from_checkpoint(run)
@@ -283,6 +290,7 @@ def run_training(
             broadcast_failure(error)
             raise
         finally:
+            session.hub.close()
             run.close()
 
 
@@ -399,7 +407,11 @@ def end_steps(run: TrainingRun, values: ReadRow, *, is_saved: bool) -> Summary:
     def close() -> Summary:
         if session.ranks.rank:
             return {}
-        return close_session(session, run.success, about, run.step)
+        summary = close_session(session, run.success, about, run.step)
+        if finished and session.hub is not None and (pushed := session.hub.push_last(summary)):
+            summary |= pushed
+            session.folder.write_summary(summary)
+        return summary
 
     summary = run_on_all_ranks(session.ranks, close)[0]
     session.fire(EndEvent, run.step, summary=summary)
@@ -484,6 +496,8 @@ def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -
     # Before the row is written: a step in ``metrics.jsonl`` without a checkpoint is repeated, but
     # a checkpoint whose row is missing carries the row itself (``RunDirectory.recall``).
     metrics.merge(session.save_if_due(run, values, last=last, asked=saves))
+    if session.hub is not None and not last:
+        metrics.merge(session.hub.push_if_due(run.step, run.write_model))
     if run.use is not None:
         metrics.merge(run.use.take(session.timers.seconds("update")))
     return session.record(run.step, metrics)

@@ -84,7 +84,9 @@ def test_the_card_of_adapters_keeps_how_they_are_used(hub, trained):
 def test_what_the_hub_refuses_is_an_error_that_says_what_to_do(hub, trained, monkeypatch):
     run = trained("refused")
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    with pytest.raises(ConfigError, match=r"push_to_hub\('me/it'\).*401.*hf auth login"):
+    with pytest.raises(
+        ConfigError, match=r"push_to_hub\('me/it'\): Invalid user token.*hf auth login"
+    ):
         run.push_to_hub("me/it")
     with pytest.raises(ConfigError, match=r"push_to_hub\('a/b/c'\)"):
         run.push_to_hub("a/b/c")
@@ -96,3 +98,110 @@ def test_a_run_that_has_not_finished_is_not_uploaded(hub, tmp_path: Path):
     with pytest.raises(DataError, match="has not finished"):
         lightrft.Run(tmp_path).push_to_hub("me/it")
     assert not hub.made
+
+
+def length(rollout: Any) -> float:
+    return float(sum(map(ord, rollout.text)) % 5)
+
+
+PAIRS = [
+    {"prompt": f"{k}+{k}=", "chosen": str(2 * k), "rejected": str(2 * k + 1)} for k in range(8)
+]
+STEPWISE = [{"prompt": f"{k}+{k}=", "completions": ["so", "1"], "labels": [1, 0]} for k in range(8)]
+PUSHED = {
+    "sft": {"data": ROWS, "batch_size": 4},
+    "rl": {"data": ROWS, "rewards": [length], "rollout": {"prompts_per_step": 2, "group_size": 2}},
+    "dpo": {"data": PAIRS, "batch_size": 4},
+    "rm": {"data": PAIRS, "batch_size": 4},
+    "prm": {"data": STEPWISE, "batch_size": 4},
+}
+
+
+def run_of(verb: str, folder: Path, name: str, **over: Any) -> lightrft.Run:
+    more = {"sampling": {"max_new_tokens": 4}} if verb == "rl" else {}
+    tokenizer = tiny_tokenizer(special=["<sep>"])
+    if verb == "prm":
+        more = {"data.separator": "<sep>"}
+    return getattr(lightrft, verb)(
+        model=(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer),
+        optimizer={"lr": 1e-3},
+        run={"dir": str(folder), "name": name, "threads": 1, "progress": False},
+        **{"steps": 5, **PUSHED[verb], **more, **over},
+    )
+
+
+def row_values(run: lightrft.Run) -> list[dict[str, Any]]:
+    timed = ("seconds", "tokens_per_second", "time", "memory", "hub/", "mfu", "device")
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in timed)}
+        for row in run.metrics.to_dict("records")
+    ]
+
+
+@pytest.mark.parametrize("verb", PUSHED)
+def test_models_are_pushed_while_a_run_goes_on_and_change_nothing_of_it(hub, tmp_path, verb):
+    run = run_of(verb, tmp_path, "pushed", hub={"repo": "me/it", "push_every": 2, "private": True})
+    assert hub.messages == [f"Model of step {step}" for step in (2, 4, 5)]
+    assert len(hub.made) == 1 and "private" in str(hub.made[0])
+    for file in run.model.rglob("*"):
+        name = file.relative_to(run.model).as_posix()
+        assert not file.is_file() or hub.files[name] == file.read_bytes(), name
+    assert f"trained by `lightrft {verb}`" in hub.files["README.md"].decode()
+    assert run.summary["hub"].endswith("/me/it") and not (run.path / "hub").exists()
+    assert run.metrics["hub/failed"].dropna().eq(0).all()
+    assert repr(row_values(run)) == repr(row_values(run_of(verb, tmp_path, "plain")))
+
+
+def test_the_pushed_model_of_a_step_is_that_of_its_checkpoint(hub, tmp_path):
+    hub.refused = {"Model of step 5"}
+    run = run_of(
+        "sft",
+        tmp_path,
+        "run",
+        hub={"repo": "me/it", "push_every": 3},
+        checkpoint={"every": 3, "keep": 9},
+    )
+    assert hub.messages == ["Model of step 3"] and run.summary["hub_failed"] == 1
+    card = hub.files["README.md"].decode()
+    assert "* steps: 3" in card and "optimizer.lr: 0.001" in card
+    (tmp_path / "sent").mkdir()
+    for name, content in hub.files.items():
+        (tmp_path / "sent" / name).write_bytes(content)
+    lightrft.export(path=str(run.path), step=3, output=str(tmp_path / "third"))
+    sent, third = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("sent", "third")
+    )
+    assert all(sent[name].equal(third[name]) for name in third)
+
+
+def test_an_upload_that_fails_is_counted_and_the_run_goes_on(hub, tmp_path, caplog):
+    hub.refused = {"Model of step 2"}
+    run = run_of("sft", tmp_path, "run", hub={"repo": "me/it", "push_every": 2})
+    assert hub.messages == ["Model of step 4", "Model of step 5"]
+    assert run.metrics["hub/failed"].sum() == 1 and "hub_failed" not in run.summary
+    (told,) = [line for line in caplog.messages if "a model was not pushed" in line]
+    assert ".push_to_hub('me/it')" in told and "403" in told
+
+
+@pytest.mark.parametrize("repo", ["me/it", "a/b/c"])
+def test_a_hub_that_refuses_the_repository_ends_the_run_before_the_first_step(
+    hub, tmp_path, monkeypatch, repo
+):
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(ConfigError, match=rf"hub.repo = '{repo}': .*hf auth login"):
+        run_of("sft", tmp_path, "run", hub={"repo": repo})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not hub.messages
+
+
+def test_a_stopped_run_pushes_no_last_model_and_does_when_it_goes_on(hub, tmp_path):
+    def stop(event: Any) -> None:
+        if event.number == 3:
+            event.stop()
+
+    settings = {"repo": "me/it", "push_every": 2}
+    run = run_of("sft", tmp_path, "run", hub=settings, on_step=stop)
+    assert hub.messages == ["Model of step 2"] and "hub" not in run.summary
+    assert not (run.path / "hub").exists()
+    run.resume()
+    assert hub.messages == [f"Model of step {step}" for step in (2, 4, 5)]

@@ -582,6 +582,9 @@ FLIPS: dict[str, Flip] = {
     "checkpoint.best": Flip(
         "-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}
     ),
+    "hub.repo": Flip("me/it", "run", refused=True),
+    "hub.push_every": Flip(1, "run", refused=True),
+    "hub.private": Flip(True, "run", refused=True),
     "log.tensorboard": Flip(True, "run"),
     "log.wandb": Flip("project", "run", refused=True),
     "log.mlflow": Flip("project", "run", refused=True),

@@ -505,6 +505,22 @@ RUN = (
             Converted() if value in (None, False, "", True) else by_hand(value, options)
         ),
     ),
+    NameRow("hub_model_id export_hub_model_id", "hub.repo"),
+    NameRow(
+        "push_to_hub",
+        "hub.repo",
+        "true is a repository, such as me/model",
+        lambda value, options: (
+            by_hand(value, options) if value and "hub_model_id" not in options else Converted()
+        ),
+    ),
+    NameRow(
+        "hub_strategy",
+        "hub.push_every",
+        "`end` pushes at the end, and `every_save` becomes a number of steps",
+        ValueTable({"end": Converted()}),
+    ),
+    NameRow("hub_private_repo", "hub.private"),
     NameRow(
         "eval_steps eval.steps test_freq trainer.test_freq eval_iters eval_every eval_interval",
         "eval.every",

@@ -267,10 +267,10 @@ DATA = (
     ),
     none(
         "hubs and accounts are those of the environment, such as HF_HOME and HF_TOKEN",
-        "hub_** push_to_hub use_hf use_ms ms_hub_token om_hub_token hf_hub_token commit_message",
-        "log_completions_hub_repo export_hub_model_id trackio_** swanlab_**",
+        "hub_token hub_revision hub_always_push use_hf use_ms ms_hub_token om_hub_token hf_hub_token commit_message",
+        "log_completions_hub_repo trackio_** swanlab_**",
         "wandb_org wandb_group wandb_log_unique_prompts logger.wandb.{group,org} use_evalscope",
-        "project trainer.default_hdfs_dir hub_token wandb_entity",
+        "project trainer.default_hdfs_dir wandb_entity",
     ),
 )
 

@@ -80,20 +80,21 @@ class ProcessModelRun(ScoringModelRun[PRMVerbConfig, ProcessDataset, ProcessRewa
         self.scores = found.responses
         return found.metrics
 
+    def copied(self) -> ProcessRewardModel:
+        """See ``ScoringModelRun.copied``."""
+        config, model = self.config, self.model.model
+        return ProcessRewardModel.load(
+            config.model,
+            config.process_model,
+            separator=model.separator,
+            verdicts=model.verdicts,
+            seed=config.run.seed,
+        )
+
     def export(self) -> int:
         """Write the process reward model as a folder ``model/`` and return its step."""
-        config, model = self.config, self.model.model
-
-        def copied() -> ProcessRewardModel:
-            return ProcessRewardModel.load(
-                config.model,
-                config.process_model,
-                separator=model.separator,
-                verdicts=model.verdicts,
-                seed=config.run.seed,
-            )
-
-        step = export(self, self.model, self.parts, copied)
+        config = self.config
+        step = export(self, self.model, self.parts, self.copied)
         dataset = self.validation
         if dataset is not None:
             threshold = config.process_model.threshold

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from lightrft.config.reward_model.sections import ValidationTimesConfig
@@ -17,7 +19,7 @@ from lightrft.models.training_mode import evaluation_mode
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_examples
-from lightrft.trainer.reward_model.export import SavedParts
+from lightrft.trainer.reward_model.export import SavedParts, write_current
 from lightrft.trainer.training_loop import TrainingRun
 from lightrft.utils.state_io import State
 
@@ -50,6 +52,14 @@ class ScoringModelRun(TrainingRun, Generic[Config, Rows, Model]):
     dataset: Rows
     validation: Rows | None
     sampler: PromptSampler
+
+    @abstractmethod
+    def copied(self) -> Model:
+        """Load the model that training started from, whose weights are replaced."""
+
+    def write_model(self, path: Path) -> None:
+        """See ``TrainingRun.write_model``. Scores are as in training, without normalization."""
+        write_current(self, self.model, self.parts, self.copied, path)
 
     @property
     def strategy(self) -> Strategy:

@@ -69,23 +69,43 @@ def export(
         trained.load(strategy, best / "reward_model")
     if normalize is not None:
         normalize(trained)
+    write_current(run, trained, parts, copied, session.path / "model")
+    return step
+
+
+def write_current(
+    run: TrainingRun,
+    trained: TrainableModel,
+    parts: SavedParts,
+    copied: Callable[[], AnyRewardModel],
+    path: Path,
+) -> None:
+    """Write the current reward model as a folder.
+
+    Args:
+        run: The run.
+        trained: Its model.
+        parts: The tokenizer and processor to save.
+        copied: Loads the model that training started from, whose weights are replaced.
+        path: The folder.
+    """
+    ranks = run.session.ranks
     if ranks.size == 1:
-        write(trained.model, parts, session.path / "model")
-        return step
+        write(trained.model, parts, path)
+        return
     copy = copied() if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
     # Every rank iterates, since gathering a parameter is a collective call.
-    for name, tensor in strategy.full_parameters(trained.state):
+    for name, tensor in run.strategy.full_parameters(trained.state):
         if copy is not None:
             parameters[name].data.copy_(tensor)
 
     def write_copy() -> None:
         if copy is not None:
-            write(copy, parts, session.path / "model")
+            write(copy, parts, path)
 
     # On all ranks, so that a full disk on rank 0 ends the run everywhere.
     run_on_all_ranks(ranks, write_copy)
-    return step
 
 
 def write(model: AnyRewardModel, parts: SavedParts, path: Path) -> None:

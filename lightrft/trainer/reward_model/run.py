@@ -73,6 +73,17 @@ class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
         self.scores = found.prompts
         return found.metrics
 
+    def copied(self) -> RewardModel:
+        """See ``ScoringModelRun.copied``."""
+        config, model = self.config, self.model.model
+        copy = RewardModel.load(config.model, config.reward_model, seed=config.run.seed)
+        names = copy.score_names
+        copy.set_normalization(
+            dict(zip(names, model.score_mean.tolist(), strict=True)),
+            dict(zip(names, model.score_std.tolist(), strict=True)),
+        )
+        return copy
+
     def export(self) -> int:
         """Write the reward model as a folder ``model/`` and return its step."""
 
@@ -81,17 +92,7 @@ class RewardModelRun(ScoringModelRun[RMConfig, PreferenceDataset, RewardModel]):
             settings = replace(self.settings, sources=rows.data_sources)
             normalize_scores(self.placed, model, rows, settings, self.config.batch_size)
 
-        def copied() -> RewardModel:
-            config, model = self.config, self.model.model
-            copy = RewardModel.load(config.model, config.reward_model, seed=config.run.seed)
-            names = copy.score_names
-            copy.set_normalization(
-                dict(zip(names, model.score_mean.tolist(), strict=True)),
-                dict(zip(names, model.score_std.tolist(), strict=True)),
-            )
-            return copy
-
-        step = export(self, self.model, self.parts, copied, normalize)
+        step = export(self, self.model, self.parts, self.copied, normalize)
         dataset, head = self.validation, self.settings.heads[0]
         if dataset is not None:
 

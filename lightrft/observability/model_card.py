@@ -1,0 +1,171 @@
+"""Share a trained model on the Hugging Face Hub, with a model card that is made from its run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from lightrft import __version__
+from lightrft.config.base import dotted
+from lightrft.config.preference.presets import PREFERENCE_PAPERS
+from lightrft.config.presets import PAPERS
+from lightrft.observability.trackers import read_rows
+from lightrft.utils.errors import ConfigError, first_line
+from lightrft.utils.yaml_text import inline_yaml, parse_yaml
+
+CARD = "README.md"
+"""Name of a model card."""
+OF_THIS_MACHINE = ("run", "log", "launch", "checkpoint", "strategy.device")
+"""Settings that say nothing of the model, or name folders of the machine."""
+
+
+class Hub:
+    """A repository of the Hugging Face Hub, which is made if there is none.
+
+    Args:
+        repo: Name of the repository, ``me/model``.
+        private: Who sees a new repository. ``None`` takes the account's default.
+        asked: What the user wrote to push there, for messages.
+
+    Raises:
+        ConfigError: The hub refuses the repository, or cannot be reached.
+    """
+
+    def __init__(self, repo: str, *, private: bool | None, asked: str) -> None:
+        from huggingface_hub import HfApi
+
+        self.asked = asked
+        self._api = HfApi(library_name="lightrft", library_version=__version__)
+        # A repository that exists is answered to a wrong token too.
+        self._ask(self._api.whoami)
+        made = self._ask(lambda: self._api.create_repo(repo, private=private, exist_ok=True))
+        self.address, self._repo = str(made), made.repo_id
+
+    def push(self, folder: Path, card: str, message: str, revision: str | None = None) -> None:
+        """Upload a model folder with its card, in one commit.
+
+        Args:
+            folder: The folder.
+            card: The text of the card.
+            message: Message of the commit.
+            revision: Branch to commit to, which exists. ``None`` takes the main one.
+
+        Raises:
+            ConfigError: The hub refuses the upload, or cannot be reached.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != CARD]
+        operations = [CommitOperationAdd(p.relative_to(folder).as_posix(), p) for p in files]
+        operations.append(CommitOperationAdd(CARD, card.encode()))
+        self._ask(
+            lambda: self._api.create_commit(
+                self._repo, operations, commit_message=message, revision=revision
+            )
+        )
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # each version of the client has other classes
+            raise ConfigError(
+                f"{self.asked}: {first_line(error)}; the account is that of `hf auth login` or "
+                "HF_TOKEN, and needs the right to write there"
+            ) from error
+
+
+def message_of(summary: Mapping[str, Any]) -> str:
+    """Return the message of the commit of a model."""
+    return f"Model of step {summary.get('model_step', summary.get('steps'))}"
+
+
+def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
+    """Return the model card of a run: base, method, data, settings and measured results.
+
+    Folders of the machine are left out, and paths are cut to their last part.
+
+    Args:
+        run: The run folder.
+        model: The folder of its model.
+        summary: The content of ``summary.json``, or what is known of it during the run.
+    """
+    config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    verb, base = str(summary["verb"]), str(config["model"]["path"])
+    on_hub = "/" in base and not Path(base).expanduser().exists()
+    own = model / CARD  # of adapters, and says how they are used
+    adapters = own.read_text(encoding="utf-8").partition("\n---\n") if own.is_file() else None
+    head = adapters[0].splitlines()[1:] if adapters else _fields(base, verb, on_hub=on_hub)
+    shown = base if on_hub else PurePath(base).name
+    lines = ["---", *head, "---", "", f"# {config['run']['name']}", ""]
+    lines += [f"`{shown}`, trained by `lightrft {verb}` of LightRFT {__version__}.", ""]
+    if adapters:
+        lines += [f"#{adapters[2].strip()}", ""]  # its title is that of a section here
+    lines += ["## Training", "", *_training(summary), "", *_results(run)]
+    lines += ["## Settings", "", "Those that differ from the defaults:", "", "```yaml"]
+    lines += [f"{name}: {inline_yaml(_shared(value))}" for name, value in _changed(summary)]
+    return "\n".join([*lines, "```", ""])
+
+
+def _fields(base: str, verb: str, *, on_hub: bool) -> list[str]:
+    """Return the fields of the card that the hub reads."""
+    found = [f"base_model: {base}"] if on_hub else []
+    return [*found, "library_name: transformers", "tags:", "- lightrft", f"- {verb}"]
+
+
+def _training(summary: Mapping[str, Any]) -> Iterator[str]:
+    method = str(summary.get("algorithm") or summary.get("preset") or "")
+    if paper := PAPERS.get(method) or PREFERENCE_PAPERS.get(method):
+        yield f"* method: `{method}` ({paper})"
+    elif method:
+        yield f"* method: `{method}`"
+    yield f"* steps: {summary.get('steps_trained', summary.get('steps'))}"
+    if tokens := summary.get("tokens_trained"):
+        yield f"* trained tokens: {tokens:,}"
+    if seconds := summary.get("seconds"):
+        yield (
+            f"* time: {seconds / 3600:.1f} hours"
+            if seconds > 3600
+            else (f"* time: {math.ceil(seconds / 60)} minutes")
+        )
+
+
+def _results(run: Path) -> Iterator[str]:
+    """Yield a table of the first and the last evaluation, with the intervals of the last."""
+    found = [row for row in read_rows(run / "metrics.jsonl") if any(map(_is_eval, row))]
+    if not found:
+        return
+    last = found[-1]
+    shown = found[:: len(found) - 1] if len(found) > 1 else found
+    titles = " | ".join(f"step {row['step']}" for row in shown)
+    yield from ("## Results", "", "Of the eval set:", "")
+    yield f"| metric | {titles} | 95 % interval |"
+    yield "|---" * (len(shown) + 2) + "|"
+    for name in filter(_is_eval, last):
+        if not name.endswith(("_low", "_high", "_stderr")):
+            values = " | ".join(f"{row.get(name, math.nan):.4g}" for row in shown)
+            low, high = last.get(f"{name}_low"), last.get(f"{name}_high")
+            interval = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
+            yield f"| `{name}` | {values} | {interval} |"
+    yield ""
+
+
+def _is_eval(name: str) -> bool:
+    return name.startswith("eval/")
+
+
+def _changed(summary: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in dotted(summary.get("changed", {})):
+        if not name.startswith(OF_THIS_MACHINE):
+            yield name, value
+
+
+def _shared(value: object) -> object:
+    """Return ``value`` with absolute paths cut to their last part."""
+    if isinstance(value, dict):
+        return {key: _shared(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shared(one) for one in value]
+    is_path = isinstance(value, str) and PurePath(value).is_absolute()
+    return PurePath(str(value)).name if is_path else value
