@@ -178,6 +178,8 @@ def usual(columns: Columns, what: str) -> tuple[str, ...]:
         columns: names of the columns.
         what: a key of ``USUAL``, or ``tools``.
     """
+    if not columns.model_fields_set:
+        return USUAL.get(what, (what,))
     others = type(columns).model_fields if what in CONTEXT else CONTEXT
     named = [getattr(columns, other) for other in others if other != what]
     return tuple(name for name in USUAL.get(what, (what,)) if name not in named)
