@@ -238,7 +238,7 @@ def test_options_that_are_unknown_or_set_nothing_are_listed(tmp_path: Path) -> N
     path.write_text(TRL)
     text = translate(read_foreign(path), "trl", "rl").text()
     assert "max_completion_lenght = 33: unknown; check its spelling" in text
-    assert "push_to_hub = true: hubs and accounts are those of the environment" in text
+    assert "(set it by hand): true is a repository, such as me/model" in text
     assert "default of TRL: num_train_epochs = 3" in text
     assert "the number of processes is not given, and 1 is taken" in text
 
