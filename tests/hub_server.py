@@ -114,6 +114,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "right")
+        # For processes that this one starts.
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         yield found
         server.shutdown()
         thread.join()

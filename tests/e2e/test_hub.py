@@ -205,3 +205,13 @@ def test_a_stopped_run_pushes_no_last_model_and_does_when_it_goes_on(hub, tmp_pa
     assert not (run.path / "hub").exists()
     run.resume()
     assert hub.messages == [f"Model of step {step}" for step in (2, 4, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "deepspeed"])
+def test_two_processes_push_what_they_trained_together_once(hub, tmp_path, kind):
+    settings = {"hub": {"repo": "me/it", "push_every": 2}, "launch.processes": 2}
+    run = run_of("sft", tmp_path, "run", **settings, **{"strategy.kind": kind})
+    assert hub.messages == [f"Model of step {step}" for step in (2, 4, 5)] and len(hub.made) == 1
+    assert hub.files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
+    assert not (run.path / "hub").exists()
