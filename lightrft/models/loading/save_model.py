@@ -59,7 +59,8 @@ def save_model(
             write_base(Path(path), ModelConfig(path=own.name_or_path, revision=commit))
         else:
             whole = merged_model(inner) if is_adapted(inner) else inner
-            _report_shared_layers(whole)
+            if whole is not inner:
+                _report_shared_layers(whole)
             with kept_implementations(whole), published_layout(whole):
                 whole.save_pretrained(str(path))
             is_tied = _is_tied(whole)
@@ -100,20 +101,24 @@ def end_list(eos: int | Iterable[int] | None) -> list[int]:
 
 def _is_tied(model: PreTrainedModel) -> bool | None:
     """Return whether the output head is the embeddings; ``None`` for a model without one."""
-    try:
-        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    except NotImplementedError:
-        # A model of several language models, such as one that can speak, names no embeddings.
-        return None
+    head, embeddings = _ends(model)
     if head is None or embeddings is None:
         return None
     return head.weight is embeddings.weight
 
 
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    """Return the output head and the embeddings, or None for each that the model lacks."""
+    try:
+        return model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError:
+        # A model of several language models, such as one that can speak, names no embeddings.
+        return None, None
+
+
 def _report_shared_layers(model: PreTrainedModel) -> None:
     """Warn of weights that the family shares between layers and that adapters made different."""
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    of_ends = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+    of_ends = {id(weight) for end in _ends(model) if end is not None for weight in end.parameters()}
     apart = [
         (other, one)
         for one, other in model.all_tied_weights_keys.items()
