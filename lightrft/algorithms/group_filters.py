@@ -186,6 +186,11 @@ def drop_reason(group: Group, parts: Sequence[ComponentConfig], least: int) -> s
         return "too_few_scored"
     for part in parts:
         reason = FILTERS[part.name](group, **part.options)
+        if not isinstance(reason, str | None):
+            raise ConfigError(
+                f"filter {part.name} returned {reason!r}; return the reason to drop the group as "
+                "text, or an empty text to keep it"
+            )
         if reason:
             return reason
     return ""

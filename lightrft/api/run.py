@@ -157,12 +157,16 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model.
+        """The folder of the trained model. Rounds of ``iterate`` have one each; it is the last.
 
         Raises:
             DataError: The run has not finished.
         """
-        if not (folder := self.path / "model").is_dir():
+        folder = self.path / "model"
+        if "rounds" in self.config and self.summary:
+            rounds = sorted(self.path.glob("round_*"))
+            folder = next((r / "train" / "model" for r in reversed(rounds)), folder)
+        if not folder.is_dir():
             raise DataError(f"{self.path} has no model yet: the run has not finished")
         return folder
 

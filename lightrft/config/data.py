@@ -275,6 +275,10 @@ class DataConfig(Settings):
         return self
 
 
+ENCODING = ("media", "chat_template_options", "special_tokens", "apply_chat_template")
+"""Settings of ``data`` that decide which tokens a prompt has."""
+
+
 class HeldOutSettings(Settings):
     """Settings with data to learn from, and held-out data that inherit what they do not set."""
 
@@ -282,21 +286,21 @@ class HeldOutSettings(Settings):
     @classmethod
     def _inherit_data(cls, tree: object) -> object:
         """Put the given settings of ``data`` below those of ``eval.data`` and ``validation``."""
-        if not is_branch(tree) or not (given := _given(tree.get("data"))):
+        if not is_branch(tree) or not (given := given_settings(tree.get("data"))):
             return tree
         full = dict(tree)
         inherited = {name: value for name, value in given.items() if name not in OWN_SETTINGS}
-        if validation := _given(tree.get("validation")):
+        if validation := given_settings(tree.get("validation")):
             full["validation"] = _with_inherited(validation, inherited)
-        evaluation = _given(tree.get("eval"))
-        if held_out := _given(evaluation.get("data")):
+        evaluation = given_settings(tree.get("eval"))
+        if held_out := given_settings(evaluation.get("data")):
             # The eval set has prompts alone, so it has no settings of responses.
             prompts = {name: v for name, v in inherited.items() if name in DataConfig.model_fields}
             full["eval"] = {**evaluation, "data": _with_inherited(held_out, prompts)}
         return full
 
 
-def _given(branch: object) -> Mapping[str, object]:
+def given_settings(branch: object) -> Mapping[str, object]:
     """Return the settings of a branch that are given. Empty for anything else than a branch."""
     if isinstance(branch, Settings):
         return branch.model_dump(exclude_unset=True)

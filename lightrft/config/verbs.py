@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Names, Settings
+from lightrft.config.base import Names, Settings, build, deep_merge, is_branch
 from lightrft.config.data import (
+    ENCODING,
     DataConfig,
     HeldOutSettings,
     MediaConfig,
@@ -16,6 +18,7 @@ from lightrft.config.data import (
     ProcessDataConfig,
     RewardDataConfig,
     SFTDataConfig,
+    given_settings,
 )
 from lightrft.config.engine import EngineConfig
 from lightrft.config.launch import LaunchConfig
@@ -531,9 +534,29 @@ class IterateConfig(HeldOutSettings):
 
     @property
     def training(self) -> SFTConfig | DPOConfig:
-        """The settings of training, as they are given."""
+        """The settings of training."""
         given = [section for section in (self.sft, self.dpo, self.kto) if section is not None]
-        return given[0] if given else SFTConfig()
+        if given:
+            return given[0]
+        data = self.data.model_dump(exclude_unset=True)
+        return build(SFTConfig, {"data": _encoding(data, self.select.keep)})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _encode_alike(cls, tree: object) -> object:
+        """Put the settings of ``data`` that decide which tokens a prompt has below those of the
+        given training. A file of all settings is then read back as it was."""
+        if not is_branch(tree):
+            return tree
+        keep = given_settings(tree.get("select")).get("keep")
+        shared = {"data": _encoding(given_settings(tree.get("data")), keep)}
+        sections = {name: tree.get(name) for name in ("sft", "dpo", "kto")}
+        merged = {
+            name: deep_merge(shared, given_settings(own))
+            for name, own in sections.items()
+            if is_branch(own) or isinstance(own, Settings)
+        }
+        return {**tree, **merged}
 
     @model_validator(mode="after")
     def _one_training(self) -> IterateConfig:
@@ -544,6 +567,16 @@ class IterateConfig(HeldOutSettings):
                 f"{' and '.join(given)} are given; a round trains by one, leave one out"
             )
         return self
+
+
+def _encoding(data: Mapping[str, object], keep: object) -> dict[str, object]:
+    """Return the settings of ``data`` by which the rows of a round are encoded as its prompts."""
+    shared = {name: data[name] for name in ENCODING if name in data}
+    if data.get("special_tokens", "text") == "text" and keep != "self_play":
+        # A response is trained by the tokens that were sampled. Self-play also trains on the data's
+        # own answers, whose special tokens are text.
+        shared["special_tokens"] = "responses"
+    return shared
 
 
 class ChatConfig(Settings):

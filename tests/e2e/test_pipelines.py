@@ -16,10 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lightrft.config.base import build, deep_merge
+import lightrft
+from lightrft.config.base import build, deep_merge, to_yaml
 from lightrft.config.verbs import GenerateConfig, IterateConfig, SFTConfig
 from lightrft.datasets import sampler
 from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.pipelines import iterate
 from lightrft.trainer.pipelines.generate import run_generate
@@ -29,6 +31,7 @@ from lightrft.trainer.pipelines.rounds import RoundPlan
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.seeding import derive_seed
+from lightrft.utils.yaml_text import parse_yaml
 from tests import warm
 from tests.e2e.command import ROOT, assert_refused, command
 from tests.unit.datasets.media_files import encoded, pixels
@@ -489,3 +492,60 @@ def test_a_recipe_runs_on_a_tiny_model(
     assert "eval accuracy" in printed[0]
     assert [row.split()[0] for row in printed[1 : 1 + len(numbers)]] == [str(k) for k in numbers]
     assert not equal(Path(summary["model"]), model_folder)
+
+
+def reward_of_characters(rollout: Any) -> float:
+    return float(sum(map(ord, rollout.text)) % 5)
+
+
+@pytest.mark.parametrize("training", [{}, {"sft": {"batch_size": 4}}, {"dpo": {"batch_size": 4}}])
+def test_a_run_of_rounds_has_a_model_and_goes_on_from_python(tmp_path, training):
+    keep = "pairs" if "dpo" in training else "best"
+    run = lightrft.iterate(
+        model=(tiny_model("llama", vocab_size=len(tiny_tokenizer())), tiny_tokenizer()),
+        data=[{"prompt": f"{k}+{k}="} for k in range(8)],
+        rewards=[reward_of_characters],
+        rounds=1,
+        samples=8,
+        sampling={"max_new_tokens": 4},
+        run={"dir": str(tmp_path), "name": "run", "threads": 1, "progress": False},
+        select={"keep": keep, "keep_truncated": True},
+        **training,
+    )
+    assert run.model == tmp_path / "run" / "round_01" / "train" / "model" and run.model.is_dir()
+    first = (run.model / "model.safetensors").read_bytes()
+    assert run.resume(rounds=2).model == tmp_path / "run" / "round_02" / "train" / "model"
+    kept = tmp_path / "run" / "round_01" / "train" / "model" / "model.safetensors"
+    assert kept.read_bytes() == first
+    assert len(run.generate(["1+1=", "2+2="], sampling={"max_new_tokens": 4})) == 2
+
+
+@pytest.mark.parametrize("keep", ["best", "self_play", "pairs"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"special_tokens": "control"},
+        {"apply_chat_template": False, "media": {"fps": 3.0}},
+        {"chat_template_options": {"tone": "a"}},
+    ],
+)
+def test_settings_of_rounds_are_read_back_from_their_file(keep, given):
+    verb = "sft" if keep == "best" else "dpo"
+    for training in ({}, {verb: {}}, {verb: {"data": {"special_tokens": "text"}}}):
+        if verb == "dpo" and not training:
+            continue
+        tree = {"data": {"sources": "a.jsonl", **given}, "select": {"keep": keep}, **training}
+        config = build(IterateConfig, tree)
+        again = build(IterateConfig, parse_yaml(to_yaml(config)))
+        assert again.training.data == config.training.data
+        found = config.training.data
+        for name, value in given.items():
+            if name != "special_tokens":
+                own = getattr(found, name)
+                assert value == (own if name != "media" else own.model_dump(exclude_unset=True))
+        sampled = "text" if keep == "self_play" else "responses"
+        own = training.get(verb, {}).get("data", {})
+        assert found.special_tokens == own.get(
+            "special_tokens", given.get("special_tokens", sampled)
+        )

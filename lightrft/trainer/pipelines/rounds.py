@@ -38,9 +38,6 @@ TRAINED_BY = {
 SET_BY_ROUND = ("run", "model", "reward", "engine", "strategy", "launch", "eval")
 """Sections of a training that the rounds set."""
 
-INHERITED = ("media", "chat_template_options", "special_tokens")
-"""Settings of ``data`` that decide which tokens a prompt has. Training takes them over."""
-
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
@@ -117,12 +114,13 @@ class RoundPlan:
         config = self.config
         first = 1 if config.rows == "all" else self.number
         files = [self._folder_of(k) / "rows.jsonl" for k in range(first, self.number + 1)]
+        sources = DataConfig(sources=tuple({"path": str(file)} for file in files)).sources
         evaluates = bool(config.eval.data.sources)
         run = {"dir": str(self.folder), "name": self.run.name, "seed": self.seed}
         update: dict[str, object] = {
             "run": config.run.model_copy(update={**run, "resume": "auto", "overwrite": False}),
             "model": config.model if config.train_from == "start" else self._trained_before(),
-            "data": self._data([str(file) for file in files]),
+            "data": config.training.data.model_copy(update={"sources": sources}),
             # The end of a round is the start of the next one.
             "eval": config.eval.model_copy(
                 update={"at_start": config.eval.at_start and self.number == 1}
@@ -149,22 +147,6 @@ class RoundPlan:
         # That folder has its own tokenizer.
         own = {"path": str(path), "base": None, "tokenizer": None, "revision": None}
         return model.model_copy(update=own)
-
-    def _data(self, files: Sequence[str]) -> DataConfig:
-        """Return the data settings of the training, which encode prompts as the generation did."""
-        asked, own = self.config.data, self.config.training.data
-        sources = DataConfig(sources=tuple({"path": file} for file in files)).sources
-        update: dict[str, object] = {"sources": sources}
-        for name in INHERITED:
-            if name not in own.model_fields_set:
-                update[name] = getattr(asked, name)
-        if update.get("special_tokens") == "text" and self.config.select.keep != "self_play":
-            # A response is trained by the tokens that were sampled. Self-play also trains on the
-            # data's own answers, whose special tokens are text.
-            update["special_tokens"] = "responses"
-        if "apply_chat_template" not in own.model_fields_set:
-            update["apply_chat_template"] = asked.apply_chat_template
-        return own.model_copy(update=update)
 
 
 def check_iterate(config: IterateConfig) -> None:

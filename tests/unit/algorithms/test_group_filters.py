@@ -141,3 +141,18 @@ def test_options_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         FILTERS[name](group(0, 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"), [("mine", "mine"), ("", ""), (None, ""), (True, 0), (False, 0), (1, 0)]
+)
+def test_a_filter_returns_a_reason_as_text(
+    monkeypatch: pytest.MonkeyPatch, returned: object, reason: object
+) -> None:
+    monkeypatch.setitem(FILTERS._entries, "own", lambda group: returned)
+    own = ComponentConfig(name="own")
+    if reason == 0:
+        with pytest.raises(ConfigError, match=f"filter own returned {returned}; return the reason"):
+            drop_reason(group(0, 1), [own], 1)
+    else:
+        assert drop_reason(group(0, 1), [own], 1) == reason
