@@ -75,8 +75,7 @@ class HubConfig(Settings):
     """Repository such as ``me/model``, which is made if there is none. The model is pushed when the
     run ends. Empty pushes nothing. The account is that of ``hf auth login`` or of ``HF_TOKEN``."""
     push_every: int = Field(0, ge=0)
-    """Push the model of every so many steps too, while the run goes on; 0 pushes at the end
-    alone."""
+    """Push the model of every so many steps too; 0 pushes at the end alone."""
     private: bool | None = None
     """Who sees a new repository; ``null`` takes the account's default."""
 

@@ -1,4 +1,4 @@
-"""Push the model of a run to the Hugging Face Hub, while the run goes on and at its end."""
+"""Push the model of a run to the Hugging Face Hub, during the run and at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDER = "hub"
 class HubPushes:
     """Pushes the models of a run. A thread uploads them, one after the other.
 
-    Only rank 0 calls the hub. An upload that fails is reported and counted, and the run goes on.
+    Only rank 0 calls the hub. An upload that fails is reported and counted, and the run continues.
 
     Args:
         settings: The repository, and when to push.
@@ -49,7 +49,7 @@ class HubPushes:
             if settings.repo and session.ranks.rank == 0:
                 from huggingface_hub.utils import disable_progress_bars
 
-                disable_progress_bars()  # they would be drawn into that of the run
+                disable_progress_bars()  # they would break the line of the run
                 asked = f"hub.repo = {settings.repo!r}"
                 self._hubs.append(Hub(settings.repo, private=settings.private, asked=asked))
 
@@ -59,7 +59,7 @@ class HubPushes:
         """Push the model of ``step`` if ``hub.push_every`` says so. Return the failed uploads.
 
         Args:
-            step: The step. The upload goes on while the next ones are taken.
+            step: The step. The upload runs while the next ones are taken.
             write: Writes the model as a folder. All ranks call it.
         """
         every = self.settings.push_every
@@ -101,7 +101,7 @@ class HubPushes:
                 pending.result()
         except ConfigError as error:
             log.warning(
-                "a model was not pushed: %s. The run goes on; lightrft.Run(%r).push_to_hub(%r) "
+                "a model was not pushed: %s. The run continues; lightrft.Run(%r).push_to_hub(%r) "
                 "pushes the model of a finished run",
                 error,
                 str(self._session.path),
