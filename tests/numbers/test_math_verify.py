@@ -123,7 +123,7 @@ WORDS = (
 )
 TWELVE = (
     *("12", "12 cm", r"12\text{ cm}", r"12\,\mathrm{cm}", r"12\text{ dollars}", r"\text{Area}=12"),
-    *(r"\text{12 apples}", r"12\text{ red apples}", r"12 \text{ m}^2"),
+    *(r"\text{12 apples}", r"12\text{ red apples}", r"12 \text{ m}^2", r"\text{about }12"),
 )
 MEANINGS: dict[str, set[str]] = {
     **{key: {"1000"} for key in ("1e3", "1000")},
