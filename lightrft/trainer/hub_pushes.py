@@ -43,7 +43,7 @@ class HubPushes:
         self._session = session
         self._thread = ThreadPoolExecutor(1, "hub")
         self._pending: Future[None] | None = None
-        self._hubs: list[Hub] = []
+        self._hub: Hub | None = None
 
         def reach() -> None:
             if settings.repo and session.ranks.rank == 0:
@@ -51,7 +51,7 @@ class HubPushes:
 
                 disable_progress_bars()  # they would break the line of the run
                 asked = f"hub.repo = {settings.repo!r}"
-                self._hubs.append(Hub(settings.repo, private=settings.private, asked=asked))
+                self._hub = Hub(settings.repo, private=settings.private, asked=asked)
 
         run_on_all_ranks(session.ranks, reach)
 
@@ -68,30 +68,30 @@ class HubPushes:
         failed = self._wait()
         folder = self._session.path / FOLDER
         write(folder)
-        if self._hubs:
+        if self._hub is not None:
             known: Summary = {"verb": self._session.phase, "steps": step}
             about = {**known, "seconds": self._session.seconds}
-            self._submit(folder, {**about, "changed": self._session.folder.changed})
+            self._submit(self._hub, folder, {**about, "changed": self._session.folder.changed})
         return Metrics({"hub/failed": Sum(failed)})
 
     def push_last(self, summary: Summary) -> Summary:
         """Push ``model/`` of a finished run on rank 0, and return fields of the summary."""
-        if not self._hubs:
+        if self._hub is None:
             return {}
         self._wait()
-        self._submit(self._session.path / "model", summary)
-        return {"hub_failed": 1} if self._wait() else {"hub": self._hubs[0].address}
+        self._submit(self._hub, self._session.path / "model", summary)
+        return {"hub_failed": 1} if self._wait() else {"hub": self._hub.address}
 
     def close(self) -> None:
         """Wait for the upload, and remove its folder."""
         self._wait()
         self._thread.shutdown()
-        if self._hubs:
+        if self._hub is not None:
             shutil.rmtree(self._session.path / FOLDER, ignore_errors=True)
 
-    def _submit(self, folder: Path, summary: Summary) -> None:
+    def _submit(self, hub: Hub, folder: Path, summary: Summary) -> None:
         card = model_card(self._session.path, folder, summary)
-        self._pending = self._thread.submit(self._hubs[0].push, folder, card, message_of(summary))
+        self._pending = self._thread.submit(hub.push, folder, card, message_of(summary))
 
     def _wait(self) -> int:
         """Wait for the upload, and return the number of failed ones."""

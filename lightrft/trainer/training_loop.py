@@ -279,8 +279,9 @@ def run_training(
         open_session(config, observer, ranks) as session,
     ):
         with session.starting():
-            run = prepare(session)
+            # Before data and models are loaded: a hub may refuse.
             session.hub = HubPushes(config.hub, session)
+            run = prepare(session)
         try:
             run.begin()
             resume_from_checkpoint(run)
