@@ -133,7 +133,7 @@ def note_unread(counts: Counter[str], row: Row, source: int) -> None:
         source: index of the source.
     """
     if isinstance(row, RecordedRow):
-        for name in row.unread:
+        for name in row.unread_columns():
             counts[f"{UNREAD}/{source}/{name}"] += 1
 
 

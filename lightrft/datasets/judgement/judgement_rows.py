@@ -81,7 +81,7 @@ class JudgementRows:
         except ValueError as error:
             raise MalformedRow(f"{where}: {error}") from None
         # A question replaces columns that it did not read, which stay unread.
-        question.unread = set(row.unread)
+        question.unread = row.unread_columns()
         return question
 
     def where(self, i: int) -> str:

@@ -84,9 +84,12 @@ def _ends_with_assistant(row: Row, columns: PreferenceColumns) -> bool:
 
 
 def _split(messages: Raw, where: str) -> tuple[Raw, Raw]:
-    """Return the messages before the first assistant turn, and the rest."""
+    """Return the messages before the last assistant turn, and that turn."""
     if not isinstance(messages, str):
-        for k, message in enumerate(messages):
-            if message["role"] == "assistant":
-                return messages[:k], messages[k:]
+        others = [
+            k for k, message in enumerate(messages, start=1) if message["role"] != "assistant"
+        ]
+        start = max(others, default=0)
+        if start < len(messages):
+            return messages[:start], messages[start:]
     raise MalformedRow(f"{where}: no response; name its column in data.columns.response")

@@ -12,7 +12,8 @@ from lightrft.datasets.preference.raw_preference import (
     mappings,
 )
 from lightrft.datasets.row_parser import number
-from lightrft.datasets.row_tables import MalformedRow, Row
+from lightrft.datasets.row_tables import MalformedRow, Row, look_up
+from lightrft.datasets.rows.recorded_row import unrecorded
 from lightrft.datasets.rows.row_content import Raw, raw_prompt, raw_text, with_context
 
 PKU = ("response_0", "response_1")
@@ -26,7 +27,7 @@ def is_ranked(row: Row, columns: PreferenceColumns) -> bool:
 def read_ranked(given: GivenRow) -> RawPreference:
     """Read NeMo's ``{context, completions: [{rank, completion}]}``. Lower ranks are better."""
     row, where = given.row, given.where
-    records = mappings(row["completions"], "completions", where)
+    records = mappings(row, "completions", where)
     return _of_records(_context(given), records, "completion", where)
 
 
@@ -38,7 +39,7 @@ def is_nectar(row: Row, columns: PreferenceColumns) -> bool:
 def read_nectar(given: GivenRow) -> RawPreference:
     """Read Nectar's ``{prompt, answers: [{answer, rank}]}``. Rank 1 is the best."""
     row, where = given.row, given.where
-    records = mappings(row["answers"], "answers", where)
+    records = mappings(row, "answers", where)
     return _of_records(given.prompt(), records, "answer", where)
 
 
@@ -54,7 +55,7 @@ def read_rated(given: GivenRow) -> RawPreference:
     numbers, such as N/A, are left out. The column ``overall_score`` is read if none is left.
     """
     row, where = given.row, given.where
-    records = mappings(row["completions"], "completions", where)
+    records = mappings(row, "completions", where)
     responses: list[Raw] = []
     ratings: list[float] = []
     for k, record in enumerate(records, start=1):
@@ -200,9 +201,10 @@ def _has(value: object, *names: str) -> bool:
 
 def _mean_rating(record: Row, where: str) -> float:
     found = []
-    annotations = record.get("annotations")
-    for one in annotations.values() if isinstance(annotations, Mapping) else ():
-        given = one.get("Rating") if isinstance(one, Mapping) else one
+    annotations = unrecorded(record).get("annotations")
+    for aspect, one in annotations.items() if isinstance(annotations, Mapping) else ():
+        inside = ".Rating" if isinstance(one, Mapping) else ""
+        given = look_up(record, f"annotations.{aspect}{inside}")
         # UltraFeedback writes N/A where an aspect does not apply
         if isinstance(given, int | float) or (isinstance(given, str) and _is_number(given)):
             found.append(number(given, "Rating", where))

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightrft.config.data import PreferenceColumns
-from lightrft.datasets.row_tables import MalformedRow, Row
+from lightrft.datasets.row_tables import MalformedRow, Row, look_up
+from lightrft.datasets.rows.recorded_row import RecordedRow
 from lightrft.datasets.rows.row_content import Raw, find_prompt
 
 LABELS = {
@@ -87,17 +88,19 @@ def label(value: object, what: str, where: str) -> bool:
     raise MalformedRow(f"{where}: {what} is {value!r}, not a boolean; write true or false")
 
 
-def mappings(value: object, what: str, where: str) -> list[Row]:
-    """Return a column of records.
+def mappings(row: Row, name: str, where: str) -> Sequence[Row]:
+    """Return a column of records. A ``RecordedRow`` records which of their columns are read.
 
     Args:
-        value: a list of records, or one record of lists, as ``datasets`` writes it.
-        what: name of the column, for messages.
+        row: the row.
+        name: name of the column: a list of records, or one record of lists, as ``datasets`` writes
+            it.
         where: location of the row, for messages.
 
     Raises:
-        MalformedRow: the value has another type.
+        MalformedRow: the column has another type.
     """
+    value = look_up(row, name)
     if isinstance(value, Mapping):
         lists = [column for column in value.values() if isinstance(column, list | tuple)]
         lengths = {len(column) for column in lists}
@@ -105,8 +108,8 @@ def mappings(value: object, what: str, where: str) -> list[Row]:
             count = lengths.pop()
             value = [{name: column[k] for name, column in value.items()} for k in range(count)]
     if not isinstance(value, list | tuple) or not all(isinstance(v, Mapping) for v in value):
-        raise MalformedRow(f"{where}: {what} must be a list of records")
-    return list(value)
+        raise MalformedRow(f"{where}: {name} must be a list of records")
+    return row.keep_records(name, value) if isinstance(row, RecordedRow) else value
 
 
 def check_distinct(

@@ -175,9 +175,9 @@ def _read_prm800k(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
     """
     steps: list[str] = []
     labels: list[float] = []
-    for k, step in enumerate(mappings(row["label"]["steps"], "label.steps", where), start=1):
+    for k, step in enumerate(mappings(row, "label.steps", where), start=1):
         place = f"{where}, step {k}"
-        completions = mappings(step.get("completions") or [], "completions", place)
+        completions = mappings(step, "completions", place) if step.get("completions") else []
         chosen, written = step.get("chosen_completion"), step.get("human_completion")
         if chosen is None and isinstance(written, Mapping):
             steps.append(written.get("text", ""))
@@ -206,7 +206,7 @@ def _is_visualprm_raw(row: Row) -> bool:
 
 def _read_visualprm_raw(row: Row, config: ProcessDataConfig, where: str) -> RawSteps:
     """Read VisualPRM400K-Raw: ``{image, question, steps_with_score: [{step, score}]}``."""
-    records = mappings(row["steps_with_score"], "steps_with_score", where)
+    records = mappings(row, "steps_with_score", where)
     steps = [record.get("step", "") for record in records]
     labels = [_label(record.get("score"), where) for record in records]
     return RawSteps(_prompt(row, config, where), steps, labels)

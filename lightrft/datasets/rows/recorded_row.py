@@ -19,15 +19,16 @@ class RecordedRow(dict[str, Any]):
 
     Attributes:
         unread: names of the columns that hold text, lists or media, and that nothing has read. A
-            column inside of another has both names with a dot.
+            column inside of another has both names with a dot. See ``unread_columns``.
     """
 
     # Without ``__iter__`` and ``items``, so that copies of a row do not call ``__getitem__``.
-    __slots__ = ("unread",)
+    __slots__ = ("_records", "unread")
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         super().__init__(row)
         self.unread = {name for name, value in self.items() if has_content(value)}
+        self._records: dict[str, list[RecordedRow]] = {}
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -54,6 +55,30 @@ class RecordedRow(dict[str, Any]):
                 self.unread |= {f"{place}.{n}" for n, inner in value.items() if has_content(inner)}
             place, value = f"{place}.{part}", value[part]
         self.unread.discard(place)
+
+    def keep_records(self, name: str, records: Sequence[Mapping[str, Any]]) -> list[RecordedRow]:
+        """Return the records of the list in column ``name`` as rows that record their reads."""
+        self._records[name] = [RecordedRow(record) for record in records]
+        return self._records[name]
+
+    def unread_columns(self) -> set[str]:
+        """Return ``unread``, and the columns of kept records that were read in none of them.
+
+        The column ``critique`` of the records in ``completions`` is ``completions[].critique``.
+        """
+        return self._columns()[1] if self._records else set(self.unread)
+
+    def _columns(self) -> tuple[set[str], set[str]]:
+        """Return all columns with content, those of kept records included, and the unread ones."""
+        every = {name for name, value in self.items() if has_content(value)} | self.unread
+        unread = set(self.unread)
+        for name, records in self._records.items():
+            found = [record._columns() for record in records]
+            inside = set().union(*(own for own, _ in found))
+            read = set().union(*(own - left for own, left in found))
+            every |= {f"{name}[].{n}" for n in inside}
+            unread |= {f"{name}[].{n}" for n in inside - read}
+        return every, unread
 
     def copied(self, converted: Mapping[str, Any]) -> RecordedRow:
         """Return ``converted``, which a function made of this row, as a recorded row.

@@ -18,6 +18,7 @@ from lightrft.datasets.preference.formats import FORMATS, check_format, format_o
 from lightrft.datasets.preference.pair_formats import SCORES
 from lightrft.datasets.preference.preference_rows import PreferenceRow, read_preference
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.recorded_row import RecordedRow
 from lightrft.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -233,6 +234,65 @@ def test_a_published_labelled_row_is_read_without_settings(row: dict[str, Any]) 
     assert read({**row, name: False}).desirable == [False]
     with pytest.raises(MalformedRow, match=rf"line 7: {name} is 'yes', not a boolean"):
         read({**row, name: "yes"})
+
+
+def test_the_label_of_a_conversation_is_that_of_its_last_turn() -> None:
+    turns = COLOUR + said(GREEN) + [{"role": "user", "content": "Sure?"}] + said(BLUE)
+    good = read({"messages": turns, "label": True})
+    assert prompt(good) == turns[:-1] and answers(good) == [BLUE]
+    two = read({"messages": turns[:-1] + said("Well.") + said(BLUE), "label": True})
+    assert prompt(two) == turns[:-1]
+    with pytest.raises(MalformedRow, match="no response"):
+        read({"messages": [*turns[:-1]], "response": None, "kto_tag": True})
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "unread"),
+    [
+        (
+            "UltraFeedback",
+            {
+                "prompt": "1+1?",
+                "completions": [
+                    {
+                        "annotations": {"honesty": {"Rating": rating, "Rationale": "It is so."}},
+                        "response": text,
+                        "critique": "Say more.",
+                        "custom_system_prompt": "Be brief." if rating == "5" else "",
+                    }
+                    for rating, text in (("5", "2"), ("1", "3"))
+                ],
+            },
+            {"annotations.honesty.Rationale", "critique", "custom_system_prompt"},
+        ),
+        (
+            "Nectar, as datasets writes it",
+            {
+                "prompt": "1+1?",
+                "answers": {"answer": ["2", "3"], "rank": [1, 2], "model": ["a", ""]},
+            },
+            {"model"},
+        ),
+        (
+            "NeMo",
+            {
+                "context": COLOUR,
+                "completions": [
+                    {"rank": k, "completion": said(c), "images": ["a.png"]}
+                    for k, c in enumerate("ab")
+                ],
+            },
+            {"images"},
+        ),
+    ],
+)
+def test_text_in_the_records_of_responses_that_nothing_reads_is_named(
+    layout: str, row: dict[str, Any], unread: set[str]
+) -> None:
+    given = RecordedRow(row)
+    assert len(read(given).responses) == 2, layout
+    (column,) = {"completions", "answers"} & row.keys()
+    assert given.unread_columns() == {f"{column}[].{name}" for name in unread}
 
 
 PICTURES = {

@@ -16,6 +16,7 @@ from lightrft.datasets.process.process_dataset import ProcessDataset, ProcessExa
 from lightrft.datasets.process.step_formats import RawSteps, read_steps
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import check_steps
+from lightrft.datasets.rows.recorded_row import RecordedRow
 from lightrft.utils.errors import ConfigError, DataError
 from tests.media_helpers import rig
 from tests.unit.datasets.media_files import picture
@@ -352,3 +353,15 @@ def test_cached_tokens_give_the_same_examples(examples: Make, tmp_path: Path) ->
         assert (one.response_ids, one.separators) == (other.response_ids, other.separators)
     assert again.counts == first.counts
     assert first[1].weight == 2.0
+
+
+def test_text_in_the_records_of_steps_that_no_step_reads_is_named() -> None:
+    scored = [{**step, "critique": "Well."} for step in VISUAL_RAW["steps_with_score"]]
+    row = RecordedRow({**VISUAL_RAW, "steps_with_score": scored})
+    assert len(read_steps(row, ProcessDataConfig(), "line 1").steps) == 2
+    nested = row.unread_columns() - set(VISUAL_RAW)
+    assert nested == {"steps_with_score[].critique"}
+    # The text of a completion that was not chosen has the name of one that was.
+    chosen = RecordedRow(PRM800K)
+    assert len(read_steps(chosen, ProcessDataConfig(), "line 1").steps) == 4
+    assert not any("text" in name for name in chosen.unread_columns())

@@ -193,8 +193,7 @@ def outcomes(row: Row, folder: Path, name: str) -> dict[str, Any]:
         return PreferenceDataset(data, tokenizer, kind="pair", **options)
 
     def kto() -> Any:
-        rated = {**answered, "completion": [messages[-1]], "label": True}
-        data = PreferenceDataConfig(**written("kto", rated))
+        data = PreferenceDataConfig(**written("kto", {**row.columns, "label": True}))
         return PreferenceDataset(data, tokenizer, kind="labelled", **options)
 
     def rm() -> Any:
