@@ -1,6 +1,7 @@
 """Natural mistakes of newcomers, as typed, with words of the answer that each must get.
 
-``test_mistakes.py`` types each of them. The numbers are those of the list that they were found in.
+``test_mistakes.py`` types each of them, and ``docs/errors.md`` shows the answers. The numbers are those of
+the list that they were found in.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ SETTINGS = (
     Mistake("02", "rl+ optimizer.learning_rate=1e-5", "optimizer.learning_rate is optimizer.lr"),
     Mistake("03", "rl+ lr=1e-5", "lr is optimizer.lr here"),
     Mistake("05", "rl+ reward.terms=maths", "unknown reward 'maths'; did you mean 'math'?"),
-    Mistake("06", "rl+ reward.terms=", "reward.terms is empty | e.g. reward.terms=[math]"),
+    Mistake("06", "rl+ reward.terms=[]", "reward.terms is empty | e.g. reward.terms=[math]"),
     Mistake(
         "23", "rl+ sampling.temperature=0", "sampling.temperature = 0: | sampling.temperature=1"
     ),
@@ -178,15 +179,6 @@ SETTINGS = (
     ),
     Mistake("106", "rl+ validation.sources=a.jsonl", "is eval.data.sources here"),
     Mistake("107", "rl+ train.epochs=0", "train.epochs = 0 | greater than 0; Passes over the data"),
-    Mistake(
-        "112", "rl+ train.num_mini_batches=256", "256: it counts optimizer steps | 4 responses"
-    ),
-    Mistake(
-        "112b", "rl+ ppo_mini_batch_size=256", "is train.num_mini_batches here | optimizer steps"
-    ),
-    Mistake(
-        "113b", "rl+ gradient_accumulation_steps=4", "is rollout.prompts_per_step here | product"
-    ),
     Mistake(
         "114b",
         "sft+ data.max_tokens=9",
@@ -327,17 +319,13 @@ REWARDS = (
             "eval.every=1 eval.sampling.max_new_tokens=4", "(reward 1, math 0)"),
 )  # fmt: skip
 MODELS = (
-    Mistake("30", "rl+ sampling.max_new_tokens=100000", "max_new_tokens = 100000: | lower"),
     Mistake("44", "sft+ model=bare", "has no chat template: messages are written | chat_template", 0),
     Mistake("45", "rl+ model=bare data.apply_chat_template=true", "no chat template; set model.chat"),
     Mistake("47", "sft+ model=./modle", "there is no such folder; did you mean model?"),
-    Mistake("48", "rl+ strategy.device=cuda:7", "device = 'cuda:7' cannot be used | strategy.device"),
-    Mistake("50", "rl+ model= model.path=model model.load_in_4bit=true", "cannot be trained | lora.rank=16"),
     Mistake("61", "merge 'models=[{model: model},{model: other}]' output=m", "of the type llama | qwen2"),
     Mistake("62", "rl+ reference=reordered algorithm.kl=0.1", "reference = 'reordered' | same tokenizer"),
     Mistake("62d", "dpo+ reference=reordered", "reference = 'reordered' | differ | same tokenizer"),
     Mistake("64", "rl+ algorithm=ppo critic.path=nope", "critic.path = 'nope' | no folder nope here"),
-    Mistake("65", "rl+ strategy.tensor_parallel=4", "strategy.tensor_parallel | launch.processes"),
     Mistake("66", "rl+ model= model.path=model model.chat_template=chatml", "'chatml' is neither | leave it out"),
     Mistake("94", "rl+ data.sources=system.jsonl model=no_system", "refuses | system | model.chat_template"),
     Mistake("95", "rl+ model=no_weights", "'no_weights': the weights cannot be read | copy the folder"),
@@ -358,11 +346,53 @@ RUNS = (
     Mistake("108", "rl+ run.dir=/proc/runs", "run.dir/run.name: cannot make /proc/runs/run | another"),
     Mistake("110", "chat runs/nope", "'runs/nope' is neither | there is no folder runs/nope"),
     Mistake("110b", "eval runs/nope", "'runs/nope' is neither | there is no folder runs/nope"),
-    Mistake("113", f"rl+ train.max_tokens_per_micro_batch=4 {VARIED}", "is a number of tokens", 0),
     Mistake("119", f"rl+ optimizer.lr=1e-2 {VARIED}", "optimizer.lr = 0.01 is above 0.001 | lower it", 0),
     Mistake("y2", "rl+ run.name=demo run.resume=never", "holds a run already | run.overwrite=true"),
     Mistake("y3", "rl+ run.name=demo optimizer.lr=1e-4", "another run.name | optimizer.lr: 1e-06 in the"),
     Mistake("g4", "rl+ run.name=demo optimizer.lr=1e-4 run.resume=runs/demo", "(and run.resume=runs/demo/"),
     Mistake("k1", "report runs/demo --step 10", "step=10: there are no settings here, but runs alone"),
 )  # fmt: skip
-MISTAKES = (*SETTINGS, *DATA, *REWARDS, *MODELS, *RUNS)
+LAUNCH = (
+    Mistake("48", "rl+ strategy.device=cuda:7", "device = 'cuda:7' cannot be used | strategy.device"),
+    Mistake("65", "rl+ strategy.tensor_parallel=4", "strategy.tensor_parallel | launch.processes"),
+    Mistake("l1", "rl+ launch.processes=0", "launch.processes = 0 | equal to 1; Number of ranks"),
+    Mistake("l2", "rl+ launch.kind=slurm", "launch.kind = 'slurm' | 'local' or 'ray'"),
+    Mistake("l3", "rl+ nproc_per_node=4", "nproc_per_node is launch.processes here | over all nodes"),
+    Mistake("l4", "rl+ strategy=fsdp2", "'fsdp2' shards over several processes; set launch.processes"),
+    Mistake("l5", "rl+ strategy.zero_stage=3", "needs strategy.kind deepspeed | strategy.kind=deepspeed"),
+    Mistake("l6", "rl+ deepspeed=ds.json", "deepspeed is strategy.kind here | strategy.zero_stage"),
+    Mistake("l7", "rl+ strategy.sequence_parallel=2", "set launch.processes to a multiple of 2"),
+    Mistake("l8", "rl+ engine=vlm", "kind = 'vlm' is no engine; did you mean 'vllm'?"),
+)  # fmt: skip
+MEMORY = (
+    Mistake("30", "rl+ sampling.max_new_tokens=100000", "max_new_tokens = 100000: | lower"),
+    Mistake("50", "rl+ model= model.path=model model.load_in_4bit=true", "cannot be trained | lora.rank=16"),
+    Mistake(
+        "113b", "rl+ gradient_accumulation_steps=4", "is rollout.prompts_per_step here | product"
+    ),
+    Mistake("113", f"rl+ train.max_tokens_per_micro_batch=4 {VARIED}", "is a number of tokens", 0),
+    Mistake(
+        "112", "rl+ train.num_mini_batches=256", "256: it counts optimizer steps | 4 responses"
+    ),
+    Mistake(
+        "112b", "rl+ ppo_mini_batch_size=256", "is train.num_mini_batches here | optimizer steps"
+    ),
+    Mistake("e1", "rl+ per_device_train_batch_size=4", "is rollout.prompts_per_step here | processes x"),
+    Mistake("e2", "rl+ gradient_checkpointing=true", "is model.gradient_checkpointing here"),
+    Mistake("e3", "rl+ strategy.offload=cpu", "strategy.offload is strategy.cpu_offload here"),
+    Mistake("e4", "rl+ gpu_memory_utilization=0.5", "is engine.max_cache_tokens here: tokens of prompts"),
+    Mistake("e5", "rl+ model= model.path=model model.load_in_8bit=true", "no counterpart | model.load_in_4bit"),
+    Mistake("e6", "rl+ bf16=true", "bf16 is model.dtype here (model.dtype=bfloat16)"),
+    Mistake("e7", "rl+ train.max_tokens_per_micro_batch=0", "per_micro_batch = 0 | Most tokens in one forward"),
+)  # fmt: skip
+SUBJECTS = {
+    "Settings": SETTINGS,
+    "Data": DATA,
+    "Rewards": REWARDS,
+    "Models": MODELS,
+    "Memory": MEMORY,
+    "Launch": LAUNCH,
+    "Runs": RUNS,
+}
+"""The mistakes by what they are about."""
+MISTAKES = tuple(mistake for part in SUBJECTS.values() for mistake in part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from docs.errors import ABOUT, alike, answer, errors_page, record, recorded
 from lightrft.cli.main import main
 from lightrft.models.tiny import save_tiny_media, tiny_tokenizer
 from lightrft.models.tiny.text import PRINTABLE, tiny_model
 from tests.e2e.command import command
-from tests.e2e.mistakes import FILES, MISTAKES, STARTS, Mistake
+from tests.e2e.mistakes import FILES, MISTAKES, STARTS, SUBJECTS, Mistake
 
 OWN_CODE = """from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -86,12 +88,30 @@ def words(typed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.id for mistake in MISTAKES])
-def test_a_natural_mistake_is_answered_with_the_fix(capsys, at, mistake: Mistake) -> None:
+def test_a_natural_mistake_is_answered_with_the_fix(
+    capsys, at, folder: Path, mistake: Mistake
+) -> None:
+    """``docs/errors.py`` says how to write the answers of the page again."""
     outcome = command(capsys, *words(mistake.typed))
     said = f"{outcome.out}{outcome.err}"
     assert outcome.status == mistake.status, said
     assert "Traceback" not in said
     assert [part for part in mistake.said.split(" | ") if part not in said] == [], said
+    shown = answer(mistake, said, folder)
+    if "LIGHTRFT_RECORD" in os.environ:
+        record(mistake, shown)
+    assert alike(recorded()[mistake.id], shown), shown
+
+
+def test_the_page_of_errors_has_each_command_and_the_words_of_its_answer() -> None:
+    page, answers = " ".join(errors_page().split()), recorded()
+    assert list(ABOUT) == list(SUBJECTS)
+    assert set(answers) == {mistake.id for mistake in MISTAKES}
+    refused = [mistake for mistake in MISTAKES if mistake.status]
+    assert len(refused) > 120
+    for mistake in refused:
+        assert " ".join(answers[mistake.id].split()) in page
+        assert [part for part in mistake.said.split(" | ") if part not in answers[mistake.id]] == []
 
 
 def test_each_mistake_stands_in_the_table_once() -> None:
