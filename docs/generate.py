@@ -2,7 +2,8 @@
 
 ``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``readers.md`` from its table,
 ``families.md`` from its table and the verdicts of ``benchmarks/families.py``, ``algorithms.md`` from the presets, and
-``algorithms/*.md`` from what ``lightrft explain`` says of each. ``public.md`` is made by ``docs.public_names``.
+``algorithms/*.md`` from what ``lightrft explain`` says of each. ``public.md`` is made by ``docs.public_names``, and
+``errors.md`` by ``docs.errors``. ``migration.md`` is written by hand, but for the configs of ``examples/coming_from``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 import lightrft
 import lightrft.datasets.open_source  # fills READERS
+from docs.errors import errors_page
 from docs.public_names import public_page
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.api.calls import FUNCTIONS, TRAINED
@@ -35,6 +37,8 @@ from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.diagnostics.explain_supervised import explain_supervised
+from lightrft.diagnostics.importing.reading import read_foreign
+from lightrft.diagnostics.importing.writing import translate
 from lightrft.models.families import FAMILIES, MEMBERS, UNREAD, Family
 from lightrft.observability.events import EVENTS, OF_ROLLOUTS
 from lightrft.observability.metric_table import METRICS
@@ -90,6 +94,10 @@ RESULTS = {"data": "ShownData"}
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
 WIDTH = 100
 """Longest line of prose."""
+PAIRS = "examples/coming_from"
+"""Folder of configs of other frameworks, each next to the config that is made from it."""
+OURS = ".lightrft.yaml"
+"""End of the name of a config that is made from another one."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -106,10 +114,42 @@ def pages() -> dict[Path, str]:
         Path("readers.md"): readers_page(),
         Path("other-names.md"): other_names_page(),
         Path("public.md"): MADE_BY + public_page(),
+        Path("errors.md"): MADE_BY + errors_page(),
         **made,
     }
     made = {path: wrapped(text) for path, text in found.items()}
-    return {**made, Path("..", "lightrft", "__init__.pyi"): python_stub()}
+    ours = imported_configs()
+    made[Path("migration.md")] = migration_page(ours)
+    stub = {Path("..", "lightrft", "__init__.pyi"): python_stub()}
+    return {**made, **{Path("..", name): text for name, text in ours.items()}, **stub}
+
+
+def imported_configs() -> dict[str, str]:
+    """Return what ``import-config`` makes of each config of another framework, by path."""
+    made = {}
+    for theirs in sorted((DOCS.parent / PAIRS).glob("*/*")):
+        if OURS not in theirs.name:
+            foreign = read_foreign(theirs)
+            text = translate(foreign, theirs.parent.name, foreign.verb()).text()
+            made[f"{PAIRS}/{theirs.parent.name}/{theirs.stem}{OURS}"] = text
+    return made
+
+
+def migration_page(ours: dict[str, str]) -> str:
+    """Return ``migration.md`` with the files that its comments name in the blocks below them.
+
+    Args:
+        ours: Texts of made files, by path.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        name = found["name"]
+        text = ours.get(name) or (DOCS.parent / name).read_text(encoding="utf-8")
+        return f"{found['head']}{text.strip()}\n```"
+
+    page = (DOCS / "migration.md").read_text(encoding="utf-8")
+    block = re.compile(r"(?P<head>^<!-- (?P<name>\S+) -->\n```[^\n]*\n).*?^```$", re.M | re.S)
+    return block.sub(filled, page)
 
 
 def python_stub() -> str:

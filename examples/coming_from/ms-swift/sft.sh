@@ -1,0 +1,16 @@
+CUDA_VISIBLE_DEVICES=0 swift sft \
+    --model Qwen/Qwen2.5-1.5B-Instruct \
+    --train_type lora \
+    --dataset rows.jsonl \
+    --torch_dtype bfloat16 \
+    --num_train_epochs 1 \
+    --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps 16 \
+    --learning_rate 1e-4 \
+    --lora_rank 8 \
+    --lora_alpha 32 \
+    --target_modules all-linear \
+    --max_length 2048 \
+    --warmup_ratio 0.05 \
+    --save_steps 50 \
+    --output_dir runs/swift-sft
