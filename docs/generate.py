@@ -177,6 +177,7 @@ def python_stub() -> str:
         "from lightrft.api.run import Run as Run",
         "from lightrft.api.shown_data import ShownData",
         "from lightrft.rewards.program_function import here as here",
+        "from lightrft.utils.errors import ConfigError as ConfigError, UserError as UserError",
         *imports,
         "",
         "Given: TypeAlias = str | PathLike[str] | Mapping[str, Any] | Settings",

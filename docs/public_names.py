@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 import lightrft
+from lightrft import config
 from lightrft.api.run import Page
 from lightrft.api.shown_data import ShownData
 from lightrft.observability.events import EVENTS, RunEvent
@@ -65,6 +66,12 @@ def sections() -> Iterator[tuple[str, str, Rows]]:
         "`lightrft`",
         "[From Python](python.md) shows them.",
         [VERSION, *((f"`{name}`", _said(getattr(lightrft, name))) for name in of_package)],
+    )
+    yield (
+        "`lightrft.config`",
+        "Classes of sections: `optimizer=OptimizerConfig(lr=1e-6)`. They have the names and errors "
+        "of tables. [Configuration](configuration.md) has their settings.",
+        [(f"`{name}`", _said(getattr(config, name))) for name in config.__all__],
     )
     yield "`lightrft.Run`", "The result of a verb that trains.", members(lightrft.Run)
     yield "`lightrft.Policy`", "The parts of a loop of a program.", members(lightrft.Policy)

@@ -13,7 +13,10 @@ VERBS = (
 )
 """Verbs that are functions of this module."""
 
-__all__ = ["Policy", "Run", "__version__", "here", *VERBS]
+ERRORS = ("ConfigError", "UserError")
+"""Errors that a caller may catch."""
+
+__all__ = ["Policy", "Run", "__version__", "here", *ERRORS, *VERBS]
 
 install()
 
@@ -29,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from lightrft.api.policy import Policy
 
         return Policy
+    if name in ERRORS:
+        from lightrft.utils import errors
+
+        return getattr(errors, name)
     if name == "here":
         from lightrft.rewards.program_function import here
 

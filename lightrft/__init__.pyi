@@ -7,6 +7,7 @@ from lightrft.api.policy import Policy as Policy
 from lightrft.api.run import Run as Run
 from lightrft.api.shown_data import ShownData
 from lightrft.rewards.program_function import here as here
+from lightrft.utils.errors import ConfigError as ConfigError, UserError as UserError
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
 from lightrft.config.config_tools import ShowConfig

@@ -36,6 +36,7 @@ from lightrft.config.base import (
 )
 from lightrft.config.config_tools import ShowConfig
 from lightrft.config.run import RunConfig
+from lightrft.config.texts.python_form import PythonFormatter, python_messages
 from lightrft.config.verbs import (
     GenerateConfig,
     IterateConfig,
@@ -71,6 +72,7 @@ SHORT = {
 first one that the verb has."""
 
 
+@python_messages()
 def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     """Run a verb, and return its result.
 
@@ -281,6 +283,7 @@ def show_warnings() -> Generator[None]:
         set_thread_policy()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     shown = log_to_terminal(logging.WARNING)
+    shown.setFormatter(PythonFormatter(shown.formatter))
     try:
         with (
             nullcontext() if "WORLD_SIZE" in os.environ else raise_at_termination(),
@@ -319,6 +322,7 @@ class _Shown(Settings):
     """The rows to show, and the page."""
 
 
+@python_messages()
 def data(*configs: Given, **settings: Any) -> ShownData:
     """Show the first rows of a config as a run reads them: their tokens, media and lengths."""
     _, settings = take_callbacks("data", settings)

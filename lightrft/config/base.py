@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
-import inspect
-import itertools
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +19,10 @@ from lightrft.config.misread_values import is_text, misread
 from lightrft.config.other_names.lookup import NO_COUNTERPART, answer
 from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
+from lightrft.config.texts.field_descriptions import descriptions_in
+from lightrft.config.texts.python_form import in_python
 from lightrft.utils.atomic_files import nearest_name
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, SettingsError
 from lightrft.utils.yaml_text import (
     inline_yaml,
     parse_argument,
@@ -46,7 +44,31 @@ def is_branch(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, Mapping)
 
 
-class Settings(BaseModel):
+S = TypeVar("S", bound="Settings")
+
+
+class _OwnErrors(type(BaseModel)):
+    """The class of ``Settings``: an object takes what a table takes, and has its errors.
+
+    Pydantic builds the sections of a tree without this call, and collects their errors itself.
+    """
+
+    def __call__(cls: type[S], *values: object, **given: Any) -> S:
+        name = cls.__name__
+        if values:
+            raise SettingsError(
+                f"{name}({values[0]!r}): settings have names; write {name}("
+                f"{cls.shorthand or next(iter(cls.model_fields), '')}=...)"
+            )
+        try:
+            return super().__call__(**expand_shorthand(cls, given))
+        except ValidationError as error:
+            found = [_explain(cls, one, {}) for one in _causes(error.errors())]
+            lines = (f"{name}: {one.removeprefix('config: ')}" for one in found)
+            raise SettingsError(in_python("\n".join(lines))) from None
+
+
+class Settings(BaseModel, metaclass=_OwnErrors):
     """A branch of the tree: a frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(
@@ -74,6 +96,12 @@ class Settings(BaseModel):
     """Key of the section, for messages."""
     selector: ClassVar[str] = "kind"
     """Field that chooses the kind of the section, where others are marked by ``ReadBy``."""
+
+    if not typing.TYPE_CHECKING:  # A type checker knows that the objects are frozen.
+
+        def __setattr__(self, name: str, value: object) -> None:
+            new = f"{type(self).__name__}({name}={value!r})"
+            raise SettingsError(f"{name} cannot be set: settings are frozen; build others, {new}")
 
     @property
     def kind_in_force(self) -> str:
@@ -134,9 +162,6 @@ class NamedFunction(Settings):
     """The setting that a bare string or number stands for."""
     functions: ClassVar[tuple[str, ...]] = ("name",)
     """The settings of this section that name functions."""
-
-
-S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +307,7 @@ def descriptions(cls: type[Settings]) -> dict[str, str]:
     # Base classes first, so that a class can replace an inherited description.
     for base in reversed(cls.__mro__):
         if issubclass(base, Settings):
-            found |= _descriptions_in(base.__module__).get(base.__name__, {})
+            found |= descriptions_in(base.__module__).get(base.__name__, {})
     for name, mark in read_by(cls).items():
         kinds = ReadBy(*(f"`{kind}`" for kind in mark.kinds))
         found[name] = f"{found.get(name, '')} For {kinds}.".strip()
@@ -362,32 +387,6 @@ def _entries(entry: type[Settings], value: object) -> object:
     if is_branch(value):
         return {name: _expanded(entry, own) for name, own in value.items()}
     return [_expanded(entry, own) for own in typing.cast("Sequence[object]", value)]
-
-
-# Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class
-# is made: 0.13 s at each start, of which only help and documentation would have any use.
-@functools.cache
-def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
-    """Class to field to description, for all classes of ``module``. Empty without its source."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError):  # an interpreter's classes, or an install of bytecode alone
-        return {}
-    return {
-        node.name: dict(_strings_below_fields(node))
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for pair in itertools.pairwise(node.body):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                yield name, " ".join(text.split()).replace("``", "`")
 
 
 def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
@@ -532,6 +531,8 @@ def _place(cls: type[Settings], error: ErrorDetails) -> list[int | str]:
 def _reason(cls: type[Settings], error: ErrorDetails, place: Sequence[int | str]) -> str:
     """Return what is wrong with the value at ``place``, and what fits there."""
     kind, value = error["type"], error["input"]
+    if callable(value):
+        return "an object of settings holds names; give the function to the call, or in a table"
     if kind in _NO_BRANCH:
         return _section(cls, [part for part in place if isinstance(part, str)])
     message = _IN_WORDS.get(kind, error["msg"].removeprefix("Value error, "))

@@ -47,6 +47,13 @@ class ConfigError(UserError):
     """A setting is unknown, has the wrong type, or conflicts with another setting."""
 
 
+class SettingsError(ConfigError, ValueError):
+    """An object of settings that a program builds has a problem.
+
+    It is a ``ValueError``, so that a validator which builds an object reports it as its own.
+    """
+
+
 class DataError(UserError):
     """A data file, row or column is missing or malformed."""
 

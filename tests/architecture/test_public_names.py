@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 import lightrft
+import lightrft.config
 from docs.public_names import BATCH, MODELS, sections
 from lightrft.api.run import Page
 from lightrft.api.shown_data import ShownData
@@ -62,6 +63,7 @@ def test_the_page_of_public_names_has_the_names_that_are_there_and_no_others() -
     common = ("number", "phase", "requests")
     assert found == {
         "lightrft": set(lightrft.__all__),
+        "lightrft.config": set(lightrft.config.__all__),
         "lightrft.Run": public(lightrft.Run),
         "lightrft.Policy": public(lightrft.Policy),
         "Page": {"path"},

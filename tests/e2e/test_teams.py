@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import LoRAConfig
@@ -188,7 +187,7 @@ def test_processes_that_teams_do_not_divide_are_refused():
 @pytest.mark.parametrize("kind", ["single", "deepspeed"])
 def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
     with pytest.raises(
-        ValidationError,
+        ConfigError,
         match=rf"strategy.{name} = 2 needs strategy.kind auto or fsdp2, which is {kind}",
     ):
         StrategyConfig(**{"kind": kind, name: 2})

@@ -1,0 +1,1 @@
+"""Texts about settings: their descriptions, and messages in the form of Python."""
