@@ -25,7 +25,7 @@ import lightrft.datasets.open_source  # fills READERS
 from docs.errors import errors_page
 from docs.public_names import public_page
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.api.calls import FUNCTIONS, TRAINED
+from lightrft.api.calls import TRAINED, signed
 from lightrft.config import demo, model, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.config_tools import ImportConfig, ShowConfig
@@ -40,7 +40,7 @@ from lightrft.diagnostics.explain_supervised import explain_supervised
 from lightrft.diagnostics.importing.reading import read_foreign
 from lightrft.diagnostics.importing.writing import translate
 from lightrft.models.families import FAMILIES, MEMBERS, UNREAD, Family
-from lightrft.observability.events import EVENTS, OF_ROLLOUTS
+from lightrft.observability.events import EVENTS
 from lightrft.observability.metric_table import METRICS
 from lightrft.trainer.phases import PHASES
 
@@ -154,7 +154,7 @@ def migration_page(ours: dict[str, str]) -> str:
 
 def python_stub() -> str:
     """Return the signatures of the functions of Python, which editors complete."""
-    functions = [_signature(name, VERBS[name.replace("_", "-")]) for name in lightrft.VERBS]
+    functions = [_signature(name) for name in lightrft.VERBS]
     used = sorted(
         {cls for text in functions for cls in re.findall(r"(\w+Config|\w+Settings) \|", text)}
     )
@@ -190,50 +190,19 @@ def python_stub() -> str:
     return "\n".join([*head, *functions])
 
 
-def _signature(name: str, cls: type[Settings]) -> str:
-    """Return the signature of the function ``name`` with the settings ``cls``, and its docstring."""
+def _signature(name: str) -> str:
+    """Return the signature of the function ``name``, and its docstring."""
     result = "Run" if name == "grm" or name in TRAINED else RESULTS.get(name, "Any")
-    first = ['method: Literal["sft", "rl", "dpo"]'] if name == "grm" else []
-    known = descriptions(cls)
-    fields = [
-        f"{field}: {_hint(field, info.annotation)} = ..."
-        for field, info in cls.model_fields.items()
+    found = inspect.signature(signed(name)).parameters.values()
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    rows = [
+        f"    {stars.get(one.kind, '')}{one.name}: {one.annotation}"
+        f"{' = ...' if one.kind is one.KEYWORD_ONLY else ''},"
+        for one in found
     ]
-    if "train" in cls.model_fields:
-        fields += ["steps: int = ...", "epochs: int = ..."]
-    if "reward" in cls.model_fields:
-        fields.append("rewards: Any = ...")
-    for keyword, event in EVENTS.items():
-        of_rollouts = keyword == "on_rollouts"
-        if name in (*OF_ROLLOUTS, "grm") if of_rollouts else result == "Run":
-            kind = f"Callable[[{event.__name__}], object]"
-            fields.append(f"{keyword}: {kind} | None = ...")
-    rows = [f"    {one}," for one in [*first, "*configs: Given", *fields, "**settings: Any"]]
-    lines = [f'    """{FUNCTIONS[name].__doc__}', "", "    Args:"]
-    for field in cls.model_fields:
-        text = f"{field}: {known.get(field, '')}"
-        lines += textwrap.wrap(
-            text, WIDTH, initial_indent=8 * " ", subsequent_indent=12 * " ", break_on_hyphens=False
-        )
-    return "\n".join([f"def {name}(", *rows, f") -> {result}:", *lines, '    """', ""])
-
-
-def _hint(name: str, kind: Any) -> str:
-    """Return the type of a keyword of a function."""
-    if name in ("data", "validation", "eval"):
-        return "Data"
-    if name in ("model", "reward", "teacher", "reference"):
-        return "Any"
-    inner = typing.get_args(kind)
-    if isinstance(kind, type) and issubclass(kind, Settings):
-        return f"{kind.__name__} | Mapping[str, Any]" + " | str" * bool(kind.shorthand)
-    if typing.get_origin(kind) is typing.Literal:
-        return f"Literal[{', '.join(map(repr, inner))}]".replace("'", '"')
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " | ".join("None" if one is type(None) else _hint(name, one) for one in inner)
-    if kind in (str, int, float, bool):
-        return kind.__name__
-    return {dict: "Mapping[str, Any]", tuple: "Sequence[Any]"}.get(typing.get_origin(kind), "Any")
+    rows = [row.replace("method: str", 'method: Literal["sft", "rl", "dpo"]') for row in rows]
+    said = textwrap.indent(f'"""{signed(name).__doc__}\n"""', "    ")
+    return "\n".join([f"def {name}(", *rows, f") -> {result}:", said, ""])
 
 
 def metrics_page() -> str:

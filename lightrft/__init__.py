@@ -41,9 +41,9 @@ def __getattr__(name: str) -> Any:
 
         return here
     if name in VERBS:
-        from lightrft.api import FUNCTIONS
+        from lightrft.api import signed
 
-        return FUNCTIONS[name]
+        return signed(name)
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import metadata

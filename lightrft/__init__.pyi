@@ -58,9 +58,12 @@ def rl(
     checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
     hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
@@ -96,6 +99,19 @@ def rl(
         checkpoint: Checkpoints.
         hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def sft(
@@ -117,9 +133,12 @@ def sft(
     reward: Any = ...,
     validation: Data = ...,
     neftune_alpha: float = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
     on_eval: Callable[[EvalEvent], object] | None = ...,
@@ -150,6 +169,17 @@ def sft(
             evaluation; without sources none is.
         neftune_alpha: Size of the uniform noise on the token embeddings in training (NEFTune, arXiv
             2310.05914); 0 adds none. The paper takes 5 to 15.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def dpo(
@@ -174,9 +204,12 @@ def dpo(
     reference: Any = ...,
     online: OnlineConfig | Mapping[str, Any] | str = ...,
     sampling: SamplingConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
@@ -213,6 +246,19 @@ def dpo(
             from.
         online: Responses that each step samples, in place of given ones. The data are then prompts.
         sampling: Generation of responses, for `online`.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def kto(
@@ -237,9 +283,12 @@ def kto(
     reference: Any = ...,
     online: OnlineConfig | Mapping[str, Any] | str = ...,
     sampling: SamplingConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
@@ -276,6 +325,19 @@ def kto(
             from.
         online: Responses that each step samples, in place of given ones. The data are then prompts.
         sampling: Generation of responses, for `online`.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def rm(
@@ -297,6 +359,9 @@ def rm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
     on_eval: Callable[[EvalEvent], object] | None = ...,
@@ -325,6 +390,16 @@ def rm(
             measured with each evaluation; without sources none is.
         reward_model: Heads, pooling and losses.
         eval: Times at which `validation` is measured.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def prm(
@@ -346,6 +421,9 @@ def prm(
     eval: Data = ...,
     steps: int = ...,
     epochs: int = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
     on_eval: Callable[[EvalEvent], object] | None = ...,
@@ -374,6 +452,16 @@ def prm(
             separator of `data`.
         process_model: Head and losses.
         eval: Times at which `validation` is measured.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def grm(
@@ -402,9 +490,12 @@ def grm(
     hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     judgement: JudgementConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
@@ -443,6 +534,19 @@ def grm(
         judgement: Questions to the judge, and the form of its verdicts. It holds for `data`,
             `validation` and `eval.data`, unless these have a `judgement` of their own. Held-out
             comparisons are asked in both orders.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def distill(
@@ -467,9 +571,12 @@ def distill(
     teachers: Mapping[str, Any] = ...,
     distill: DistillationConfig | Mapping[str, Any] | str = ...,
     sampling: SamplingConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
@@ -505,6 +612,19 @@ def distill(
             rows have `teacher`.
         distill: Divergence from the teacher, and the responses to learn on.
         sampling: Generation of responses, for `distill.on_policy`.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def iterate(
@@ -529,6 +649,8 @@ def iterate(
     dpo: DPOConfig | Mapping[str, Any] | None = ...,
     kto: KTOConfig | Mapping[str, Any] | None = ...,
     rewards: Any = ...,
+    name: str = ...,
+    dir: str = ...,
     on_start: Callable[[StartEvent], object] | None = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     on_step: Callable[[StepEvent], object] | None = ...,
@@ -565,6 +687,16 @@ def iterate(
             `null` for all three takes `sft`.
         dpo: Training by `lightrft dpo`.
         kto: Training by `lightrft kto`.
+        rewards: Short for `reward.terms`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_start: The models are loaded, and the first step has not begun.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
+        on_step: A step is done, and its checkpoint is not written yet.
+        on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
+        on_checkpoint: A checkpoint is written.
+        on_end: The run has ended, and its summary is written.
     """
 
 def data(
@@ -592,9 +724,12 @@ def data(
     hub: HubConfig | Mapping[str, Any] = ...,
     log: LogConfig | Mapping[str, Any] = ...,
     show: ShowConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
     steps: int = ...,
     epochs: int = ...,
-    rewards: Any = ...,
+    lr: float = ...,
+    name: str = ...,
+    dir: str = ...,
     **settings: Any,
 ) -> ShownData:
     """Show the first rows of a config as a run reads them: their tokens, media and lengths.
@@ -625,6 +760,12 @@ def data(
         hub: Hugging Face Hub.
         log: Metrics, rollouts and batches on disk.
         show: The rows to show, and the page.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
     """
 
 def eval(
@@ -635,7 +776,10 @@ def eval(
     engine: EngineConfig | Mapping[str, Any] | str = ...,
     reward: Any = ...,
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
+    data: Data = ...,
     rewards: Any = ...,
+    name: str = ...,
+    dir: str = ...,
     **settings: Any,
 ) -> Any:
     """Generate responses to the eval set and score them.
@@ -647,6 +791,10 @@ def eval(
         engine: Engine that generates responses.
         reward: Scoring of responses.
         strategy: Devices, sharding and parallelism.
+        data: Short for `eval.data.sources`.
+        rewards: Short for `reward.terms`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
     """
 
 def eval_rm(
@@ -665,9 +813,11 @@ def eval_rm(
     best_of: int | None = ...,
     worst: int = ...,
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
+    name: str = ...,
+    dir: str = ...,
     **settings: Any,
 ) -> Any:
-    """Score given responses with a reward model, and measure how well it orders them: lightrft eval-rm MODEL data.sources=rows.jsonl
+    """Score given responses with a reward model, and measure how well it orders them.
 
     Args:
         run: Run folder and start.
@@ -693,6 +843,8 @@ def eval_rm(
         worst: Number of pairs in the report whose order is most wrong, or of responses whose steps
             are judged worst.
         strategy: Devices, sharding and parallelism.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
     """
 
 def generate(
@@ -708,6 +860,8 @@ def generate(
     select: SelectConfig | Mapping[str, Any] | str = ...,
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     rewards: Any = ...,
+    name: str = ...,
+    dir: str = ...,
     on_rollouts: Callable[[RolloutsEvent], object] | None = ...,
     **settings: Any,
 ) -> Any:
@@ -724,6 +878,11 @@ def generate(
         reward: Scoring of responses; without terms none is scored.
         select: Responses to write, and the layout of their rows.
         strategy: Devices, sharding and parallelism.
+        rewards: Short for `reward.terms`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
+        on_rollouts: Responses of a step are sampled and trained on, or those to a prompt are
+            generated.
     """
 
 def label_steps(
@@ -739,6 +898,8 @@ def label_steps(
     reward: Any = ...,
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     rewards: Any = ...,
+    name: str = ...,
+    dir: str = ...,
     **settings: Any,
 ) -> Any:
     """Label the steps of solutions by the share of right responses that continue them.
@@ -754,6 +915,9 @@ def label_steps(
         engine: Engine that generates responses.
         reward: Scoring of solutions and of continuations.
         strategy: Devices, sharding and parallelism.
+        rewards: Short for `reward.terms`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
     """
 
 def export(
@@ -767,7 +931,7 @@ def export(
     overwrite: bool = ...,
     **settings: Any,
 ) -> Any:
-    """Write the policy of a run folder or a checkpoint as a Hugging Face folder: lightrft export RUN_OR_CHECKPOINT
+    """Write the policy of a run folder or a checkpoint as a Hugging Face folder.
 
     Args:
         path: Run folder, or one folder of its `checkpoints/`.
@@ -798,7 +962,7 @@ def merge(
     overwrite: bool = ...,
     **settings: Any,
 ) -> Any:
-    """Write one model folder from several models, or from adapters: lightrft merge A B output=FOLDER
+    """Write one model folder from several models, or from adapters.
 
     Args:
         models: Models to merge, each a path or a branch with `model`, `weight` and `density`. One
@@ -836,7 +1000,7 @@ def convert(
     overwrite: bool = ...,
     **settings: Any,
 ) -> Any:
-    """Write a model folder with weights of another type, in files of another size, of a GGUF file, or of a checkpoint of DeepSpeed or FSDP: lightrft convert MODEL dtype=bfloat16 output=FOLDER
+    """Write a model folder with weights of another type, in files of another size, of a GGUF file, or of a checkpoint of DeepSpeed or FSDP.
 
     Args:
         path: Model to convert: a Hugging Face folder with safetensors or `pytorch_model.bin`, a
@@ -865,7 +1029,7 @@ def import_config(
     overwrite: bool = ...,
     **settings: Any,
 ) -> Any:
-    """Write a config of TRL, verl, OpenRLHF, LLaMA-Factory, ms-swift or LightRFT as a config of lightrft, with a comment for each difference: lightrft import-config FILE --from trl
+    """Write a config of TRL, verl, OpenRLHF, LLaMA-Factory, ms-swift or LightRFT as a config of lightrft, with a comment for each difference.
 
     Args:
         path: YAML or JSON file of options, or a shell script with the command. Of several commands
@@ -895,7 +1059,7 @@ def serve(
     threads: int = ...,
     **settings: Any,
 ) -> Any:
-    """Answer requests for text by a model, in the APIs of OpenAI and Anthropic: lightrft serve MODEL_OR_RUN http.port=8000
+    """Answer requests for text by a model, in the APIs of OpenAI and Anthropic.
 
     Args:
         model: Model, run folder or checkpoint.
@@ -927,7 +1091,7 @@ def serve_rm(
     threads: int = ...,
     **settings: Any,
 ) -> Any:
-    """Answer requests for scores of a reward model: lightrft serve-rm MODEL http.port=8000
+    """Answer requests for scores of a reward model.
 
     Args:
         model: Reward model with heads, or generative reward model.
@@ -957,7 +1121,7 @@ def serve_tinker(
     threads: int = ...,
     **settings: Any,
 ) -> Any:
-    """Train and sample for programs that use tinker's client: lightrft serve-tinker MODEL http.port=8000
+    """Train and sample for programs that use tinker's client.
 
     Args:
         model: Base model, run folder or checkpoint. It stays as it is, and each training client has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -16,6 +17,7 @@ from lightrft.api.inputs import FOLDER, Written, is_rows, plain, rows_of_columns
 from lightrft.api.progress import watching
 from lightrft.api.run import Run, json_lines
 from lightrft.api.shown_data import ShownData, shown_data
+from lightrft.api.signatures import SHORT, sign
 from lightrft.api.start import check_trained, import_function, memory_errors, program, started
 from lightrft.api.verbs import (
     JUDGE,
@@ -55,21 +57,6 @@ from lightrft.utils.stop_signal import raise_at_termination
 
 Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Settings
 """Settings: the path of a YAML file, a tree of values, or a config object."""
-
-SHORT = {
-    "data": ("data.sources", "eval.data.sources"),
-    "validation": ("validation.sources",),
-    "eval": ("eval.data.sources",),
-    "rewards": ("reward.terms",),
-    "reward": ("reward.terms",),
-    "steps": ("train.steps",),
-    "epochs": ("train.epochs",),
-    "lr": ("optimizer.lr",),
-    "name": ("run.name",),
-    "dir": ("run.dir",),
-}
-"""Keyword to the setting that its value is for, unless it is a table of settings. Of several, the
-first one that the verb has."""
 
 
 @python_messages()
@@ -306,7 +293,8 @@ def _function(verb: str, about: str) -> Callable[..., Any]:
         return call(verb, *configs, **settings)
 
     run.__name__ = run.__qualname__ = verb.replace("-", "_")
-    run.__doc__ = about
+    # The help of the command line shows a command after it.
+    run.__doc__ = f"{about.partition(': lightrft ')[0].removesuffix('.')}."
     return run
 
 
@@ -344,3 +332,22 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "data": data,
 }
 """Every verb that is a function, by the name of the function."""
+
+
+@functools.cache
+def signed(name: str) -> Callable[..., Any]:
+    """Return the function ``name`` with the signature and the docstring of its settings.
+
+    Only a program reads these, so the command line starts without them.
+    """
+    function = FUNCTIONS[name]
+    rows = {**ONE_PROCESS, **SERVING}
+    verb = name.replace("_", "-")
+    if name == "data":
+        classes = [RLConfig, _Shown]
+    elif name == "grm":
+        classes = [JUDGE["rl"].settings]
+    else:
+        classes = [TRAINED[verb][0] if verb in TRAINED else rows[verb].settings]
+    sign(function, name, classes, trains=name in TRAINED or name == "grm")
+    return function

@@ -72,7 +72,16 @@ class ProgressObserver:
 def watching(
     run: RunConfig, callbacks: Callbacks = MappingProxyType({})
 ) -> Generator[ProgressObserver]:
-    """Provide an observer for one run, which calls ``callbacks``."""
+    """Provide an observer for one run, which calls ``callbacks``.
+
+    In a notebook it is one output of the cell.
+    """
+    from lightrft.api.notebook import in_notebook, watching_in_notebook
+
+    if run.progress and in_notebook():
+        with watching_in_notebook(callbacks) as observer:
+            yield observer
+        return
     with ExitStack() as stack:
         yield ProgressObserver(stack, run.progress, callbacks)
 

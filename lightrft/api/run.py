@@ -128,9 +128,11 @@ class Run:
         if not files:
             known = sorted((self.path / "rollouts").glob(f"{kind}_*.jsonl"))
             steps = ", ".join(str(int(file.stem.rpartition("_")[2])) for file in known)
+            of_step = "" if step is None else f" of step {step}"
+            has = f"it has those of steps {steps}" if steps else "it has written none"
             raise DataError(
-                f"{self.path} has no {kind} responses of step {step}; it has those of steps "
-                f"{steps or 'none'} (log.rollouts_every, eval.every)"
+                f"{self.path} has no {kind} responses{of_step}; {has} (log.rollouts_every, "
+                "eval.every)"
             )
         import pandas
 

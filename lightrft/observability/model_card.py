@@ -124,11 +124,12 @@ def _training(summary: Mapping[str, Any]) -> Iterator[str]:
     if tokens := summary.get("tokens_trained"):
         yield f"* trained tokens: {tokens:,}"
     if seconds := summary.get("seconds"):
-        yield (
-            f"* time: {seconds / 3600:.1f} hours"
-            if seconds > 3600
-            else (f"* time: {math.ceil(seconds / 60)} minutes")
+        minutes = math.ceil(seconds / 60)
+        is_long = seconds > 3600
+        time = (
+            f"{seconds / 3600:.1f} hours" if is_long else f"{minutes} minute{'s' * (minutes > 1)}"
         )
+        yield f"* time: {time}"
 
 
 def _results(run: Path) -> Iterator[str]:
