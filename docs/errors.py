@@ -19,7 +19,7 @@ from tests.e2e.mistakes import FILES, OWN_CODE, SUBJECTS, VARIED, Mistake
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWERS = ROOT / "docs" / "errors.json"
-WIDTH = 96
+WIDTH = 80
 """Longest line of an answer."""
 KNOWN = re.compile(r"((?:[Kk]nown|looked for)(?: [a-z ]+:|:| )(?:[^,;)\n]+, ){3})[^;)\n]*")
 """A list of names, of which the page shows three."""

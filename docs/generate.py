@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 import lightrft
 import lightrft.datasets.open_source  # fills READERS
+from docs.api import api_page
 from docs.errors import errors_page
 from docs.public_names import public_page
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
@@ -114,6 +115,7 @@ def pages() -> dict[Path, str]:
         Path("readers.md"): readers_page(),
         Path("other-names.md"): other_names_page(),
         Path("public.md"): MADE_BY + public_page(),
+        Path("api.md"): MADE_BY + api_page(shown_signature),
         Path("errors.md"): MADE_BY + errors_page(),
         **made,
     }
@@ -203,6 +205,11 @@ def _signature(name: str) -> str:
     rows = [row.replace("method: str", 'method: Literal["sft", "rl", "dpo"]') for row in rows]
     said = textwrap.indent(f'"""{signed(name).__doc__}\n"""', "    ")
     return "\n".join([f"def {name}(", *rows, f") -> {result}:", said, ""])
+
+
+def shown_signature(name: str) -> str:
+    """Return the signature of a function of a verb without its docstring."""
+    return _signature(name).partition('\n    """')[0].removeprefix("def ").removesuffix(":")
 
 
 def metrics_page() -> str:

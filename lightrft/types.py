@@ -444,6 +444,12 @@ class Batch:
 
     ``prompt_of [B]`` defines groups: by identity, never by position. A column declares its axis
     once, below. ``select``, ``cat`` and ``to`` use it.
+
+    Attributes:
+        prompts: The P distinct prompts.
+        responses: The B responses, whose tokens are concatenated.
+        prompt_of: ``[B]`` long: the prompt of each response.
+        term_names: Names of the K columns of ``terms``.
     """
 
     prompts: Segments

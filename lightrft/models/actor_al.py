@@ -78,6 +78,9 @@ class ActorAL(PublicActor):
     ) -> Any:
         """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
+        They are ``[B, num_actions]``, or ``[1, sum]`` of packed samples. With ``return_output``,
+        return the pair of them and the model's output.
+
         Pictures and videos must be ``None``: the parameters exist so that one loop can call every
         actor. A grid without pictures has no effect. ``pixel_values`` is another name of
         ``audio_values``, as LightRFT's loop has it.
@@ -119,6 +122,9 @@ class ActorAL(PublicActor):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
+
+        They are ``(sequences [B, L], attention_mask [B, L], action_mask [B, L - L_in])``, where
+        the prompts have ``L_in`` columns.
 
         Pictures and videos are as in ``forward``.
 

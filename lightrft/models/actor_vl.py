@@ -40,6 +40,9 @@ class ActorVL(PublicActor):
     ) -> Any:
         """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
+        They are ``[B, num_actions]``, or ``[1, sum]`` of packed samples. With ``return_output``,
+        return the pair of them and the model's output.
+
         Args:
             sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
             num_actions: Actions at the end of each row, or one number per packed sample. ``None``
@@ -67,6 +70,9 @@ class ActorVL(PublicActor):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
+
+        They are ``(sequences [B, L], attention_mask [B, L], action_mask [B, L - L_in])``, where
+        the prompts have ``L_in`` columns.
 
         Args:
             input_ids: ``[B, L]`` prompts, padded on the left.

@@ -11,12 +11,13 @@ import pytest
 
 import lightrft
 import lightrft.config
+from docs.api import documented, parameters
 from docs.public_names import BATCH, MODELS, sections
 from lightrft.api.run import Page
 from lightrft.api.shown_data import ShownData
 from lightrft.cli.main import IN_TABLE, VERBS
 from lightrft.observability.events import EVENTS, RunEvent
-from lightrft.types import Prompt, Rollout
+from lightrft.types import Batch, Prompt, Rollout
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
 
@@ -85,3 +86,38 @@ def test_each_public_name_is_said_to_be_something_by_its_docstring() -> None:
     said = [text for _, _, rows in sections() for _, text in rows]
     assert len(said) > 100
     assert [text for text in said if not re.match(r"[A-Z`].{8,}", text)] == []
+
+
+def test_the_reference_of_python_has_each_public_name_with_a_signature_or_a_type() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    entries = dict(re.findall(r"^##+ ([^\n]+)\n(.*?)(?=^##+ |\Z)", page, re.M | re.S))
+    titles = {"lightrft": "lightrft.", "lightrft.models": "", "ShownData": "ShownData."}
+    titles |= {"lightrft.Run": "Run.", "lightrft.Policy": "Policy.", "Events": "RunEvent."}
+    names = on_page()
+    fields = {"number", "phase"}
+    for title, prefix in titles.items():
+        for name in set(names[title]) - fields - {"Run", "Policy", "__version__"}:
+            assert re.search(r"```python|Property of type", entries[f"`{prefix}{name}`"]), name
+    for name in (*names["lightrft.types.Rollout"], *names["lightrft.types.Prompt"]):
+        assert f"* `{name}`: " in page or f".{name}`\n" in page, name
+    for name in Batch.__dataclass_fields__:
+        assert name.startswith("_") or f"`{name}`" in entries["`lightrft.types.Batch`"], name
+
+
+def test_each_argument_of_a_public_method_is_described_in_its_docstring() -> None:
+    classes = (lightrft.Run, lightrft.Policy, ShownData, RunEvent)
+    methods = [
+        value
+        for cls in classes
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and inspect.isfunction(value)
+    ]
+    models = importlib.import_module("lightrft.models")
+    values = [*methods, lightrft.here, *(getattr(models, name) for name in MODELS)]
+    lacking = {}
+    for value in values:
+        text = "\n".join(documented(value))
+        if missing := [one for one in parameters(value) if f"`{one}" not in text]:
+            lacking[value.__qualname__] = missing
+    assert len(values) > 30
+    assert lacking == {}
