@@ -70,9 +70,9 @@ def api_page(signature: Callable[[str], str]) -> str:
     for name in lightrft.VERBS:
         verb = name.replace("_", "-")
         lines += [f"### `lightrft.{name}`", "", *python(signature(name))]
-        about = paragraphs(inspect.getdoc(getattr(lightrft, name)) or "")[0]
         lines += [
-            f"{about.partition(': lightrft ')[0].rstrip('.')}. The verb is [{verb}](verbs/{verb}.md).",
+            *documented(getattr(lightrft, name)),
+            f"The verb is [{verb}](verbs/{verb}.md).",
             "",
         ]
         lines += example(f"lightrft.{name}")
