@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrft.algorithms.contracts import preference_checks
 from lightrft.algorithms.contracts.checks import ContractViolation
 from lightrft.algorithms.contracts.preference_cases import leaning, pairs, ranked_groups
-from lightrft.algorithms.contracts.run_checks import run_contract_checks
+from lightrft.algorithms.contracts.run_checks import CHECKS, run_contract_checks
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Ranked
 from lightrft.config.preference.sections import PreferenceConfig
 
@@ -124,7 +124,7 @@ def test_a_batch_loss_that_says_so_may_couple_the_pairs() -> None:
 
 def test_a_registered_preference_loss_can_be_checked_by_its_name_and_options() -> None:
     results = run_contract_checks("r_dpo", "preference", {"alpha": 0.01})
-    assert len(results) == len(preference_checks.PREFERENCE_CHECKS)
+    assert len(results) == len(CHECKS["preference"])
     assert [result.broken for result in results if result.broken] == []
 
 

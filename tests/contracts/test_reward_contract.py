@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrft.algorithms.contracts import reward_checks
 from lightrft.algorithms.contracts.checks import ContractViolation
 from lightrft.algorithms.contracts.reward_cases import scored_cases
-from lightrft.algorithms.contracts.run_checks import run_contract_checks
+from lightrft.algorithms.contracts.run_checks import CHECKS, run_contract_checks
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.registry import pair_gaps
 
@@ -142,7 +142,7 @@ def test_a_faulty_loss_of_reward_models_is_caught(
 def test_a_registered_loss_of_reward_models_can_be_checked_by_its_name_and_options() -> None:
     options = {"margin": True, "weight": "margin", "label_smoothing": 0.1}
     results = run_contract_checks("bradley_terry", "reward_model", options)
-    assert len(results) == len(reward_checks.REWARD_CHECKS)
+    assert len(results) == len(CHECKS["reward_model"])
     assert [result.broken for result in results if result.broken] == []
 
 

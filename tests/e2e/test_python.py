@@ -241,6 +241,58 @@ def test_a_reward_that_fails_is_reported_with_its_error(rl):
         rl(rewards=[broken])
 
 
+def test_closures_are_losses_advantages_filters_and_shapings(rl, tmp_path):
+    width, dropped = 0.5, {"3", "7"}
+
+    def loss(logprobs, old, advantages, rows, settings):
+        ratio = (logprobs - old).exp()
+        return -ratio.clamp(1 - width, 1 + width) * advantages, {"ratio": ratio.detach()}
+
+    def centred(batch, token_rewards, settings):
+        means = batch.rewards.view(-1, 4).mean(1).repeat_interleave(4)
+        tokens = (batch.rewards - means).repeat_interleave(batch.lengths).to(token_rewards.dtype)
+        return tokens, tokens
+
+    def known(group):
+        return "known" if group[0].prompt.label in dropped else ""
+
+    def halved(batch, rewards, *, max_new_tokens):
+        return rewards * width
+
+    parts = {"loss": loss, "advantage": centred, "filters": [known], "shaping": [halved]}
+    run = rl(algorithm=parts, name="parts")
+    assert list(run.metrics.index) == [1, 2]
+    rows = run.rollouts().to_dict("records")
+    assert all((row["advantages"] == []) == (row["label"] in dropped) for row in rows)
+    assert any(row["label"] in dropped for row in rows)
+    config = (tmp_path / "parts" / "config.yaml").read_text()
+    assert all(f":{name}" in config for name in ("loss", "centred", "known", "halved"))
+    width = 0.25
+    with pytest.raises(ConfigError, match=r"algorithm\.loss"):
+        rl(algorithm=parts, name="parts", steps=3)
+
+    def scalar(logprobs, old, advantages, rows, settings):
+        return loss(logprobs, old, advantages, rows, settings)[0].mean(), {}
+
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*shape \(\), not"):
+        rl(algorithm={"loss": scalar}, name="scalar")
+
+
+def test_a_closure_that_scores_has_the_limits_of_time_and_memory(rl):
+    blocks = 512
+
+    def slow(rollout):
+        time.sleep(60)
+
+    def greedy(rollout):
+        return float(len(bytearray(blocks << 20)))
+
+    with pytest.raises(RewardError, match=r"slow.*took more than|time"):
+        rl(rewards=[slow], name="slow", **{"reward.timeout": 0.5})
+    with pytest.raises(RewardError, match="memory 64 MiB"):
+        rl(rewards=[greedy], name="greedy", **{"reward.memory_mb": 64, "reward.timeout": 30})
+
+
 def test_supervised_and_preference_training_evaluation_and_generation_are_functions(
     model, tmp_path
 ):

@@ -172,11 +172,11 @@ def spoiled(batch: Batch) -> Batch:
 
 
 def groups() -> list[list[Rollout]]:
-    """Return groups of no, one and several responses with equal and unequal rewards.
+    """Return groups of one and several responses with equal and unequal rewards.
 
     Some responses have no tokens.
     """
-    rewards = [[], [1.0], [0.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.25], [-3.0, 7.0]]
+    rewards = [[1.0], [0.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.25], [-3.0, 7.0]]
     return [[rollout(reward, length) for length, reward in enumerate(row)] for row in rewards]
 
 

@@ -91,6 +91,8 @@ def expect_shape(found: Tensor, length: int, where: str) -> None:
         length: Number of tokens or responses.
         where: Start of the error message.
     """
+    kind = type(found).__name__
+    expect(isinstance(found, Tensor), f"{where}: a {kind}, not a tensor of {length} numbers")
     expect(found.shape == (length,), f"{where}: shape {tuple(found.shape)}, not ({length},)")
 
 
@@ -271,9 +273,10 @@ def check_loss_is_finite(function: Function) -> None:
         for name, batch in [*batches(), *extremes()]:
             small = with_dtype(batch, dtype)
             losses, stats = losses_of(function, small)
+            for column in (losses, *stats.values()):
+                expect_shape(column, batch.tokens, name)
             for column in (losses, loss_gradient(function, small), *stats.values()):
                 expect_finite(column, name)
-                expect_shape(column, batch.tokens, name)
 
 
 def check_loss_without_advantage_has_no_gradient(function: Function) -> None:
@@ -581,11 +584,11 @@ def check_shaping_leaves_its_input_alone(function: Function) -> None:
 
 
 def check_filter_gives_a_reason_or_nothing(function: Function) -> None:
-    """The result is an empty string or a reason on one line, also for a group without responses."""
+    """The result is a reason on one line, or an empty string or None."""
     for group in groups():
         reason = function(group, **example_options(function))
-        expect(isinstance(reason, str), f"{_rewards(group)}: {reason!r} is not text")
-        expect("\n" not in reason, f"{_rewards(group)}: {reason!r} is not one line")
+        expect(isinstance(reason, str | None), f"{_rewards(group)}: {reason!r} is not text")
+        expect("\n" not in (reason or ""), f"{_rewards(group)}: {reason!r} is not one line")
 
 
 def check_filter_is_by_content_not_by_place(function: Function) -> None:

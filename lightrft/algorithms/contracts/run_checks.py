@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType
 
-from lightrft.algorithms.contracts import checks
+from lightrft.algorithms.contracts import checks, results
 from lightrft.algorithms.contracts.checks import ContractViolation
 from lightrft.algorithms.contracts.preference_checks import PREFERENCE_CHECKS
 from lightrft.algorithms.contracts.reward_checks import REWARD_CHECKS
@@ -16,22 +17,30 @@ from lightrft.algorithms.validate.component_kinds import (
     signature_problems,
 )
 from lightrft.config.base import ComponentConfig
+from lightrft.config.preference.sections import PreferenceLossConfig
 from lightrft.utils.contract_result import CheckResult
 from lightrft.utils.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+RAISED = "raised "
+"""Start of the description of a check that ended with an exception."""
+
 CHECKS: Mapping[str, Sequence[FunctionType]] = {
-    "advantage": checks.ADVANTAGE_CHECKS,
-    "loss": checks.POLICY_LOSS_CHECKS,
-    "correction": checks.CORRECTION_CHECKS,
-    "token_mask": checks.TOKEN_MASK_CHECKS,
-    "aggregation": checks.AGGREGATION_CHECKS,
-    "kl": checks.KL_CHECKS,
-    "shaping": checks.SHAPING_CHECKS,
-    "filter": checks.FILTER_CHECKS,
-    "preference": PREFERENCE_CHECKS,
-    "reward_model": REWARD_CHECKS,
+    "advantage": [
+        results.check_advantage_gives_advantages_and_returns,
+        *checks.ADVANTAGE_CHECKS,
+    ],
+    "loss": [results.check_loss_gives_losses_and_statistics, *checks.POLICY_LOSS_CHECKS],
+    "correction": [results.check_correction_gives_weights, *checks.CORRECTION_CHECKS],
+    "token_mask": [results.check_token_mask_gives_a_mask, *checks.TOKEN_MASK_CHECKS],
+    "aggregation": [results.check_aggregation_gives_weights, *checks.AGGREGATION_CHECKS],
+    "kl": [results.check_kl_gives_estimates, *checks.KL_CHECKS],
+    "shaping": [results.check_shaping_gives_rewards, *checks.SHAPING_CHECKS],
+    "filter": [results.check_filter_gives_text, *checks.FILTER_CHECKS],
+    "preference": [results.check_preference_loss_gives_losses, *PREFERENCE_CHECKS],
+    "reward_model": [results.check_reward_loss_gives_losses, *REWARD_CHECKS],
 }
-"""The checks of each kind of ``COMPONENT_KINDS``."""
+"""The checks of each kind of ``COMPONENT_KINDS``. The first is of the type and shape alone."""
 
 
 def run_contract_checks(name: str, kind: str, options: Mapping[str, object]) -> list[CheckResult]:
@@ -63,6 +72,42 @@ def run_contract_checks(name: str, kind: str, options: Mapping[str, object]) -> 
     return [verdict(check, function) for check in CHECKS[kind]]
 
 
+def check_own_parts(
+    parts: Iterable[tuple[str, str, ComponentConfig | PreferenceLossConfig]],
+) -> None:
+    """Check the functions of the user, and warn of what they break.
+
+    Args:
+        parts: Kind, setting, and name with options of each function. Built-in functions are left
+            out.
+
+    Raises:
+        ConfigError: If the result of a function has another type or shape than its kind.
+    """
+    problems = []
+    for kind, key, part in parts:
+        if ":" not in part.name:
+            continue
+        shape, *others = run_contract_checks(part.name, kind, part.options)
+        # A function may be written for the data of its run, so an exception here is no refusal.
+        if shape.broken and not shape.broken.startswith(RAISED):
+            problems.append(f"{key}: {part.name!r}: {shape.broken}. {shape.asks}")
+        elif broken := [one for one in (shape, *others) if one.broken]:
+            _log.warning(
+                "%s: %r breaks %d of %d rules of its kind, which 'lightrft check %s' lists. The "
+                "first: %s (%s)",
+                key,
+                part.name,
+                len(broken),
+                1 + len(others),
+                part.name,
+                broken[0].asks.removesuffix("."),
+                broken[0].broken,
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def with_options(function: Function, options: Mapping[str, object]) -> Function:
     """Bind ``options`` to ``function``; they override other keywords."""
 
@@ -84,5 +129,5 @@ def verdict(check: FunctionType, function: Function) -> CheckResult:
         return CheckResult(words, asks, str(error))
     # a user's function may raise anything, and the other checks must still run
     except Exception as error:
-        return CheckResult(words, asks, f"raised {type(error).__name__}: {error}")
+        return CheckResult(words, asks, f"{RAISED}{type(error).__name__}: {error}")
     return CheckResult(words, asks, "")

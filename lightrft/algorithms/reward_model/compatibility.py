@@ -12,12 +12,11 @@ from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.registry import KINDS
 from lightrft.algorithms.reward_model.requirements import (
     MIXTURE,
-    RESERVED_OPTIONS,
+    called_loss,
     head_kind,
     losses_of_heads,
 )
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, signature_problems
-from lightrft.config.base import ComponentConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.utils.errors import ConfigError
 
@@ -38,9 +37,7 @@ def check_reward_model(settings: RewardModelConfig) -> None:
     row = COMPONENT_KINDS["reward_model"]
     problems = []
     for i, part in enumerate(settings.losses):
-        options = {key: value for key, value in part.options.items() if key not in RESERVED_OPTIONS}
-        named = ComponentConfig(name=part.name, options=options)
-        key = f"{row.key}.{i}"
+        named, key = called_loss(part), f"{row.key}.{i}"
         problems += signature_problems(key, row.registry, named, len(row.arguments), *row.given)
     if not problems:
         problems = list(incompatible_reward_settings(settings))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.requirements import (
-    RESERVED_OPTIONS,
+    called_loss,
     head_kind,
     losses_of_heads,
 )
@@ -69,7 +69,7 @@ def losses_of(part: RewardLossConfig, data: ScoredResponses, kind: str) -> Tenso
         kind: Kind of the head.
     """
     loss = REWARD_LOSSES[part.name]
-    options = {key: value for key, value in part.options.items() if key not in RESERVED_OPTIONS}
+    options = called_loss(part).options
     if kind != "ensemble":
         return loss(data, **options)
     losses = [loss(member, **options) for member in data.members()]

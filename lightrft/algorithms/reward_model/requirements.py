@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
+from lightrft.config.base import ComponentConfig
 from lightrft.config.reward_model.sections import RewardLossConfig, RewardModelConfig
 
 MIXTURE = "mixture"
@@ -12,6 +13,12 @@ MIXTURE = "mixture"
 
 RESERVED_OPTIONS = frozenset({"per"})
 """Options that the objective reads, and no loss."""
+
+
+def called_loss(part: RewardLossConfig) -> ComponentConfig:
+    """Return the loss with the options that its function takes."""
+    options = {key: value for key, value in part.options.items() if key not in RESERVED_OPTIONS}
+    return ComponentConfig(name=part.name, options=options)
 
 
 @dataclass(frozen=True, slots=True)

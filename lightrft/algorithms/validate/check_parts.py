@@ -30,7 +30,7 @@ def check_parts(algorithm: AlgorithmConfig) -> None:
 
 
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    for kind, key, part in _named(algorithm):
+    for kind, key, part in named_parts(algorithm):
         row = COMPONENT_KINDS[kind]
         yield from signature_problems(key, row.registry, part, len(row.arguments), *row.given)
     advantage = algorithm.advantage
@@ -46,7 +46,7 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _unfit_scales(algorithm)
 
 
-def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConfig]]:
+def named_parts(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConfig]]:
     """Yield the functions that the settings name: kind, setting, and name with options."""
     advantage = ComponentConfig(
         name=algorithm.advantage.name,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from lightrft.algorithms.contracts.run_checks import check_own_parts
 from lightrft.algorithms.requirements import Requirements
+from lightrft.algorithms.validate.check_parts import named_parts
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardTerm, ScoringModelConfig
 from lightrft.config.verbs import RLConfig
@@ -24,6 +26,7 @@ def check(config: RLConfig) -> Requirements:
     Raises ``ConfigError`` for problems that can be found without a model or data.
     """
     requirements = check_algorithm(config)
+    check_own_parts(named_parts(config.algorithm))
     check_reward(config, requirements)
     if not config.data.sources:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightrft.algorithms.contracts.run_checks import check_own_parts
 from lightrft.algorithms.preference.compatibility import check_preference
 from lightrft.algorithms.preference.reference_source import Source, reference_source
 from lightrft.algorithms.preference.requirements import (
@@ -29,6 +30,8 @@ def check(config: DPOConfig) -> PreferenceRequirements:
     is_online = bool(config.online.group_size)
     check_supervised(config, READ_ONLINE if is_online else ())
     check_preference(config.preference)
+    losses = enumerate(config.preference.losses)
+    check_own_parts(("preference", f"preference.losses.{i}", part) for i, part in losses)
     requirements = preference_requirements(config.preference)
     wanted = ("labelled",) if config.verb == "kto" else ("pair", "ranked")
     if requirements.kind not in wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from lightrft.algorithms.contracts.run_checks import check_own_parts
 from lightrft.algorithms.reward_model.compatibility import check_reward_model
 from lightrft.algorithms.reward_model.inputs import rated_responses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
@@ -11,6 +12,7 @@ from lightrft.algorithms.reward_model.rating_losses import sign_problem
 from lightrft.algorithms.reward_model.requirements import (
     MIXTURE,
     RewardRequirements,
+    called_loss,
     losses_of_heads,
     reward_requirements,
     signed_score,
@@ -43,6 +45,8 @@ def check(config: RMConfig) -> RewardRequirements:
     check_trained_weights(config.model)
     check_unread(config)
     check_reward_model(config.reward_model)
+    losses = enumerate(map(called_loss, config.reward_model.losses))
+    check_own_parts(("reward_model", f"reward_model.losses.{i}", part) for i, part in losses)
     requirements = reward_requirements(config.reward_model)
     signed = signed_score(config.reward_model) is not None
     measured = (*METRICS, "sign_accuracy") if signed else METRICS
