@@ -18,7 +18,7 @@ from lightrft.utils.peft_folder import named_base
 
 log = logging.getLogger(__name__)
 
-FILE = "inputs.json"
+FILE, FUNCTIONS = "inputs.json", "functions"
 WHOLE = 64 * 2**20
 """Size in bytes up to which a file is read as a whole. Of a larger one, blocks are read."""
 BLOCKS, BLOCK = 64, 2**20
@@ -27,6 +27,8 @@ MOST_FILES = 1000
 """Number of files of a folder that are read."""
 FUNCTION = "function "
 """Start of the digest of the file of a function."""
+DIGITS = 8
+"""Digits of a digest in the name of the copy of such a file."""
 _FUNCTION = re.compile(r"(?P<file>.+\.py):\w+")
 NOT_READ = ("root", "roots", "token_file", "weights_token_file")
 """Settings of folders of media, whose files rows name, and of secrets."""
@@ -140,6 +142,22 @@ def check_same_inputs(path: Path, digests: dict[str, str], problem: str) -> None
         )
 
 
-def write_inputs(path: Path, digests: dict[str, str]) -> None:
-    """Write ``inputs.json`` to the run folder ``path``."""
+def write_inputs(path: Path, config: Settings, digests: dict[str, str]) -> None:
+    """Write ``inputs.json`` and a copy of the file of each function to a run folder.
+
+    The name of a copy has a digest, so that the copy of a function that changes between two parts
+    of a run stays.
+
+    Args:
+        path: the run folder.
+        config: the settings of the run.
+        digests: the result of ``input_digests``.
+    """
     write_atomic(path / FILE, json.dumps(digests, indent=1) + "\n")
+    for key, value in _named(config):
+        function = _FUNCTION.fullmatch(value)
+        if function and key in digests:
+            file = Path(function["file"]).expanduser()
+            digest = digests[key].removeprefix(FUNCTION)[:DIGITS]
+            (path / FUNCTIONS).mkdir(exist_ok=True)
+            write_atomic(path / FUNCTIONS / f"{file.stem}-{digest}.py", file.read_bytes())

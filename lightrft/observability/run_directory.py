@@ -20,6 +20,7 @@ from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.events import CHANGES, SettingChange
 from lightrft.observability.input_digests import FILE as INPUTS
 from lightrft.observability.input_digests import (
+    FUNCTIONS,
     MEASURED,
     check_same_inputs,
     input_digests,
@@ -43,7 +44,8 @@ LATER = f"free some space, or restore the folder and the right to write there. {
 # This phase samples for evaluations alone, and runs before the phases that train on rollouts.
 SUPERVISED = "sft"
 OURS = (
-    *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "swanlog"),
+    *("checkpoints", "model", "rollouts", "media", "batches", FUNCTIONS),
+    *("tensorboard", "wandb", "swanlog"),
     *(
         "metrics.jsonl",
         TRACKED,
@@ -435,7 +437,7 @@ def _settle(
         found = set()
     text = saved_yaml(config)
     write_atomic(saved, text, private=MARK in text)
-    write_inputs(path, digests)
+    write_inputs(path, config, digests)
     return overwrite or not found
 
 

@@ -84,6 +84,13 @@ def test_a_changed_function_or_eval_set_is_a_warning(config, tmp_path, caplog):
     resume(config, tmp_path)
     assert "reward.terms.0.function: the file of the function has changed" in caplog.text
     assert "eval.data.sources.0.path: its files have changed since the run began" in caplog.text
+    # The run folder has both texts of the function, and those of an earlier run are removed.
+    texts = {file.read_text()[-4:-1] for file in (tmp_path / "run" / "functions").iterdir()}
+    assert texts == {"1.0", "0.5"}
+    options = {"resume": "auto", "overwrite": True, "ignore": ("run", "eval")}
+    with RunDirectory.open(tmp_path / "run", config, **options):
+        (copy,) = (tmp_path / "run" / "functions").iterdir()
+        assert "0.5" in copy.read_text()
 
 
 def test_a_run_without_digests_is_resumed(config, tmp_path):
