@@ -107,11 +107,12 @@ def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
     write the report later.
     """
     # A run needs it at its end, and imports it then.
+    from lightrft.rewards.rules.answers import extracted
     from lightrft.viewer.report import write_report
 
     folder = run.folder
     try:
-        said = f"report: {write_report(folder)}"
+        said = f"report: {write_report(folder, extracted)}"
     except (UserError, OSError) as error:
         said = f"report: not written ({first_line(error)}); lightrft report {folder} tries again"
     commands = next((k for k, line in enumerate(lines) if line.startswith("  ")), len(lines))

@@ -147,9 +147,10 @@ class Run:
 
     def report(self) -> Page:
         """Write ``report.html``, and return it. A notebook shows it."""
+        from lightrft.rewards.rules.answers import extracted
         from lightrft.viewer.report import write_report
 
-        return Page(write_report(self.path), 900)
+        return Page(write_report(self.path, extracted), 900)
 
     def plot(self) -> Page:
         """Write the curves of the run as ``curves.html``, and return it. A notebook shows it."""

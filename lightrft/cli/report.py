@@ -26,10 +26,12 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if settings := [word for word in arguments if "=" in word]:
         raise ConfigError(f"{settings[0]}: there are no settings here, but runs alone: {USAGE}")
+    from lightrft.rewards.rules.answers import extracted
+
     # All names are looked up first: an unknown one fails before any report is written.
     folders = [folder_of(name) for name in arguments]
     for folder in folders:
-        sys.stdout.write(f"{write_report(folder)}\n")
+        sys.stdout.write(f"{write_report(folder, extracted)}\n")
     if len(folders) == 2:
         sys.stdout.write(f"each page is of one run; lightrft compare {shlex.join(arguments)}\n")
     return 0

@@ -332,6 +332,10 @@ class RewardConfig(Settings):
         models = [model.label for model in self.models] if models is None else models
         return None if None in models else names | {name for name in models if name is not None}
 
+    def terms_of(self, source: str) -> Terms:
+        """Return the terms of the rows of a data source."""
+        return self.per_source.get(source) or self.terms
+
     @property
     def calls_functions(self) -> bool:
         """A reward function scores some responses."""

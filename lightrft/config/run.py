@@ -107,8 +107,8 @@ class LogConfig(Settings):
     rollouts_every: int = Field(1, ge=0)
     """Write the rollouts of every so many steps, in ``rollouts/``; 0 writes none."""
     samples: int = Field(0, ge=0)
-    """Number of prompts of each step whose best and worst response are printed, with label, reward
-    and terms. The trackers above get them too."""
+    """Number of prompts of each step whose best and worst sampled response are printed, with label,
+    reward and terms. The trackers above get them too."""
     batches_every: int = Field(0, ge=0)
     """Write the batch of every so many steps, with all columns computed for it, in ``batches/``; 0
     writes none. ``lightrft.diagnostics.replay`` runs any phase on them again."""

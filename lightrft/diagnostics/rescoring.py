@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.rewards.scorer import Scorer
-from lightrft.rollout.shown_samples import described, shortened
+from lightrft.rollout.shown_samples import evidence, shortened
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
 
@@ -28,11 +28,13 @@ class Rescored:
         term: Name of the reward that is compared: a term of the run, or ``reward``.
         steps: First and last step of the responses.
         rows: Response, reward before, and reward now. A reward that failed is None.
+        reward: The changed function.
     """
 
     term: str
     steps: tuple[int, int]
     rows: Sequence[tuple[Rollout, float | None, float | None]]
+    reward: RewardConfig
 
     @property
     def failures(self) -> int:
@@ -61,8 +63,9 @@ class Rescored:
         for kind, rows in kinds.items():
             for one, before, now in rows[: 0 if kind == "same" else SHOWN]:
                 reason = f": {one.failed}" if now is None else ""
-                start = f"  {kind}: {_number(before)} -> {_number(now)}{reason}  "
-                lines.append(shortened(f"{start}{described(one)}", width))
+                start = f"  {kind}: {_number(before)} -> {_number(now)}{reason}"
+                lines.append(shortened(start, width))
+                lines += [f"    {line}" for line in evidence(one, self.reward, width - 4)]
         return lines
 
 
@@ -104,14 +107,15 @@ def rescore(
     compared = term.label if has_term else "reward"
     before = [one.terms.get(compared) if has_term else one.reward for one in rollouts]
     found: dict[int, Rollout] = {}
-    with Scorer(RewardConfig(terms=(term,), timeout=limit, workers=workers)) as scorer:
+    reward = RewardConfig(terms=(term,), timeout=limit, workers=workers)
+    with Scorer(reward) as scorer:
         for k, one in enumerate(rollouts):
             one.reward, one.terms, one.failed, one.sample = None, {}, "", k
             scorer.submit(one)
         for one in scorer.results(wait=True):
             found[one.sample] = one
     now = [found[k] for k in range(len(rollouts))]
-    return Rescored(compared, steps, list(zip(now, before, [one.reward for one in now])))
+    return Rescored(compared, steps, list(zip(now, before, [one.reward for one in now])), reward)
 
 
 def saved_rollouts(folder: Path, most: int = MOST) -> tuple[tuple[int, int], list[Rollout]]:

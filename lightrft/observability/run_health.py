@@ -204,7 +204,7 @@ class Health:
     Args:
         needs: the needs of the algorithm (see ``Requirements.needs``).
         reasons: the most common cause for the warning of a metric.
-        examples: a response to show with the warning of a metric.
+        examples: lines about a response, to show with the warning of a metric.
     """
 
     needs: frozenset[str] = frozenset()
@@ -272,5 +272,5 @@ class Health:
         if reason := self.reasons.get(rule.metric):
             text += f". Most common cause: {reason}"
         if example := self.examples.get(rule.metric):
-            text += f". For example: {example}"
+            text += f". For example:\n{example}"
         return text

@@ -112,7 +112,7 @@ class Success:
     def _kind(self, source: str) -> str | None:
         """Return the kind of the outcome of a data source, or ``None`` if it is no function."""
         name = self.term(source)
-        terms = self.reward.per_source.get(source) or self.reward.terms
+        terms = self.reward.terms_of(source)
         return next((_kind(term) for term in terms if term.label == name), None)
 
     def problems(self) -> Iterator[str]:
@@ -166,7 +166,7 @@ def unknown_success(reward: RewardConfig, known: Set[str] | None) -> str:
 
 def _outcome_term(reward: RewardConfig, source: str, costs: frozenset[str]) -> str | None:
     """Return the outcome term of a data source. Raise ``ConfigError`` if it is unclear."""
-    terms = reward.per_source.get(source) or reward.terms
+    terms = reward.terms_of(source)
     own = {term.label for term in terms} | {judge.name for judge in reward.judges}
     models = [m.label for m in reward.models if not m.sources or source in m.sources]
     own |= {label for label in models if label is not None}

@@ -48,8 +48,10 @@ def collate(
         behavior_logprobs=_flat([r.logprobs for r in rollouts], dtype),
         versions=_flat([r.versions for r in rollouts], torch.long),
         sample=torch.tensor([r.sample for r in rollouts], dtype=torch.long),
-        # Python floats are doubles: keep rewards exactly as they were scored.
-        rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
+        # Python floats are doubles: keep rewards exactly as they were scored. Distillation has none.
+        rewards=torch.tensor(
+            [math.nan if r.reward is None else r.reward for r in rollouts], dtype=torch.float64
+        ),
         baselines=_baselines(rollouts),
         step_rewards=_step_rewards(rollouts),
         terms=terms,

@@ -30,7 +30,7 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
     for source, count in missing.items():
         where = rows.first_with(f"{UNLABELLED}/{source}")
         lacking = "1 row is" if count == 1 else f"{count} rows are"
-        for term in reward.per_source.get(source) or reward.terms:
+        for term in reward.terms_of(source):
             if "label" in REWARDS.about(term.function).needs:
                 raise DataError(
                     f"{key}: {where}: there is no label (or reference), and reward "
@@ -51,7 +51,7 @@ def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
 def _check_fractions(rows: CountedRows, reward: RewardConfig, key: str) -> None:
     """Warn about labels of type float, which ``exact_match`` compares with their fraction."""
     for source, count in unlabelled(rows.counts, FRACTION).items():
-        terms = reward.per_source.get(source) or reward.terms
+        terms = reward.terms_of(source)
         if any(term.function == "exact_match" for term in terms):
             log.warning(
                 "%s: %d label%s a float, such as 12.0, which exact_match does not find in a response "

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
 
+from lightrft.config.reward import RewardConfig
 from lightrft.observability.trackers import Sample
-from lightrft.types import Rollout
+from lightrft.rewards.rules.answers import extracted
+from lightrft.types import Prompt, Rollout
 
-TEXT = 100
-"""Most characters of a response that a warning shows: of its end, where the answer is."""
+TEXT = 160
+"""Most characters of a text that a warning shows. Of a response it is the end, with the answer."""
+ANSWER = 60
+"""Most characters of an answer that a rule reads."""
+WIDTH = 70
+"""Width of the lines in a warning. The name of its level may stand before them."""
 
 
 def by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -20,44 +27,81 @@ def by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(groups.values())
 
 
-def examples(rollouts: Sequence[Rollout]) -> dict[str, str]:
+def examples(
+    rollouts: Sequence[Rollout], reward: RewardConfig, *, evaluated: bool = False
+) -> dict[str, str]:
     """Return a response to show with the warning of each metric, for metrics that have one.
 
     Args:
-        rollouts: All rollouts of a step.
+        rollouts: All rollouts of a step or of an evaluation.
+        reward: How they are scored.
+        evaluated: They are of an evaluation.
     """
     scored = [one for one in rollouts if one.reward is not None]
-    found = {
-        "rollout/frac_reward_zero_std": _first(by_prompt(scored), _has_equal_rewards),
-        "response/clip_ratio": _first([[one] for one in scored], _was_cut),
-        "rollout/steps_reward_zero": _first([[one] for one in scored], lambda group: True),
-    }
+    cut = next((one for one in rollouts if one.finish_reason == "length"), None)
+    failed = next((one for one in rollouts if one.failed), None)
+    if evaluated:
+        found = {"eval/truncated": cut, "eval/failed": failed}
+    else:
+        found = {
+            "response/clip_ratio": cut,
+            "rollout/frac_reward_failed": failed,
+            "rollout/frac_reward_zero_std": _of_equal_rewards(scored),
+            "rollout/steps_reward_zero": next(iter(scored), None),
+        }
     return {
-        metric: f"{described(one)}, reward {_number(one.reward)}{_terms(one)}"
+        metric: "\n".join(f"  {line}" for line in evidence(one, reward, WIDTH - 2))
         for metric, one in found.items()
         if one is not None
     }
 
 
-def _first(
-    groups: Sequence[list[Rollout]], fits: Callable[[list[Rollout]], bool]
-) -> Rollout | None:
-    return next((group[0] for group in groups if fits(group)), None)
+def _of_equal_rewards(scored: Sequence[Rollout]) -> Rollout | None:
+    """Return a response of a group with equal rewards, if there is one."""
+    groups = [group for group in by_prompt(scored) if len(group) > 1]
+    return next((group[0] for group in groups if len({one.reward for one in group}) == 1), None)
 
 
-def _has_equal_rewards(group: list[Rollout]) -> bool:
-    return len(group) > 1 and len({one.reward for one in group}) == 1
+def evidence(one: Rollout, reward: RewardConfig, width: int) -> list[str]:
+    """Return lines with prompt, response, label and reward, and what its rules read from it.
+
+    Args:
+        one: The response.
+        reward: How it is scored.
+        width: Width of the lines in characters.
+    """
+    fields = {"prompt": shortened(repr(asked(one.prompt)), TEXT), "response": _end(one.text)}
+    facts = []
+    if one.prompt.label is not None:
+        facts.append(f"label {shortened(repr(one.prompt.label), TEXT)}")
+    text, terms = one.prompt.begun + one.text, reward.terms_of(one.prompt.data_source)
+    for name, answer in extracted(terms, text, one.prompt.columns).items():
+        shown = "nothing" if answer is None else shortened(repr(answer), ANSWER)
+        facts.append(f"{name} reads {shown}")
+    if one.reward is not None or one.failed:
+        facts.append(f"reward {_number(one.reward)}{_terms(one)}")
+    if facts:
+        fields["result"] = ", ".join(facts)
+    lines = []
+    for name, text in fields.items():
+        lines += textwrap.wrap(
+            text,
+            max(width, 40),
+            initial_indent=f"{name:<10}",
+            subsequent_indent=" " * 10,
+            break_on_hyphens=False,
+        )
+    return lines
 
 
-def _was_cut(group: list[Rollout]) -> bool:
-    return group[0].finish_reason == "length"
+def asked(prompt: Prompt) -> str:
+    """Return the question of a prompt: the last message of its user, without a template."""
+    said = [one.get("content") for one in prompt.request if one.get("role") == "user"]
+    return said[-1] if said and isinstance(said[-1], str) else prompt.text
 
 
-def described(one: Rollout) -> str:
-    """Return the end of a response and its label, on one line."""
-    text = one.text if len(one.text) <= TEXT else f"...{one.text[-TEXT:]}"
-    label = "" if one.prompt.label is None else f", label {one.prompt.label!r}"
-    return f"response {text!r}{label}"
+def _end(text: str) -> str:
+    return repr(text) if len(text) <= TEXT else f"...{text[-TEXT:]!r}"
 
 
 def _terms(one: Rollout) -> str:
@@ -83,9 +127,11 @@ def table(step: int, rollouts: Sequence[Rollout], prompts: int, width: int | Non
     for ends in best_and_worst(rollouts, prompts):
         prompt = next(iter(ends.values())).prompt
         label = "" if prompt.label is None else f" (label {prompt.label!r})"
-        lines.append(shortened(f"step {step}: {prompt.text!r}{label}", width))
+        lines.append(shortened(f"step {step}: {asked(prompt)!r}{label}", width))
         for name, one in ends.items():
-            start = f"  {name:<5} {_number(one.reward):>6}{_terms(one)}  "
+            is_scored = one.reward is not None or one.failed
+            number = _number(one.reward) if is_scored else ""
+            start = f"  {name:<5} {number:>6}{_terms(one)}  "
             lines.append(shortened(f"{start}{one.text!r}", width))
     return "\n".join(lines)
 
@@ -102,7 +148,7 @@ def sample_rows(rollouts: Sequence[Rollout], prompts: int) -> list[Sample]:
             "prompt": one.prompt.text,
             "label": "" if one.prompt.label is None else str(one.prompt.label),
             "which": name,
-            "reward": float(one.reward or 0.0),
+            "reward": "" if one.reward is None else float(one.reward),
             "terms": ", ".join(f"{term} {_number(value)}" for term, value in one.terms.items()),
             "response": one.text,
         }
@@ -114,14 +160,15 @@ def sample_rows(rollouts: Sequence[Rollout], prompts: int) -> list[Sample]:
 def best_and_worst(rollouts: Sequence[Rollout], prompts: int) -> list[dict[str, Rollout]]:
     """Return the ``best`` and ``worst`` response to each of some prompts.
 
-    A single response has the name "". Responses without a reward are left out.
+    A single response has the name "". Responses without a reward are left out where some have one.
 
     Args:
         rollouts: All rollouts of the step.
         prompts: Number of prompts.
     """
     found = []
-    for group in by_prompt([one for one in rollouts if one.reward is not None])[:prompts]:
+    scored = [one for one in rollouts if one.reward is not None]
+    for group in by_prompt(scored or rollouts)[:prompts]:
         ordered = sorted(group, key=lambda one: one.reward or 0.0)
         ends = {"best": ordered[-1], "worst": ordered[0]} if ordered[1:] else {"": ordered[0]}
         found.append(ends)

@@ -18,6 +18,7 @@ from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.actor import Actor
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.lora import can_merge
+from lightrft.observability.events import RolloutsEvent
 from lightrft.observability.metrics import Metrics
 from lightrft.rewards.success import Success
 from lightrft.roles import Roles, TrainableModel
@@ -25,11 +26,12 @@ from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
 from lightrft.rollout.evaluation import evaluate, reached
 from lightrft.rollout.logprob_check import CheckedEngine, unequal_weight
+from lightrft.rollout.shown_samples import examples, sample_rows, table
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import POLICY, save_checked, write_policy
 from lightrft.trainer.training_loop import TrainingRun, best_checkpoint
-from lightrft.types import Prompt
+from lightrft.types import Prompt, Rollout
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ModelError
 
@@ -129,6 +131,32 @@ class PolicyRun(TrainingRun):
     def export(self) -> int:
         """Write the policy as a Hugging Face folder ``model/`` and return its step."""
         return export(self)
+
+    def show(
+        self,
+        rollouts: Sequence[Rollout],
+        failures: Counter[str],
+        **columns: Sequence[object],
+    ) -> None:
+        """Give the responses that a step sampled to callbacks, warnings, people and files.
+
+        Args:
+            rollouts: All rollouts of the step.
+            failures: Responses that were not scored, by the reason.
+            columns: Further fields of the rollouts in their file, see ``write_rollouts``.
+        """
+        done, logs, folder = self.step + 1, self.config.log, self.session.folder
+        self.health.blame("rollout/frac_reward_failed", failures)
+        for reason, count in failures.most_common(3):
+            log.info("step %d: %d responses were not scored: %s", done, count, reason)
+        self.health.examples |= examples(rollouts, self.reward)
+        self.session.fire(RolloutsEvent, done, rollouts=rollouts)
+        if logs.samples:
+            self.session.observer.note(table(done, rollouts, logs.samples))
+            folder.show_samples(sample_rows(rollouts, logs.samples))
+        if logs.rollouts_every and done % logs.rollouts_every == 0:
+            files = attached(rollouts)
+            folder.write_rollouts(done, rollouts, name="step", attached=files, **columns)
 
     def write_model(self, path: Path) -> None:
         """See ``TrainingRun.write_model``."""
@@ -241,4 +269,5 @@ def evaluate_responses(run: PolicyRun) -> Metrics:
     )
     check_scored(found.rollouts, f"to the eval prompts at step {run.step}")
     run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
+    run.health.examples |= examples(found.rollouts, run.reward, evaluated=True)
     return found.metrics

@@ -18,7 +18,7 @@ from lightrft.learner.controllers import Controllers
 from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import load_reference_state, reference_state
 from lightrft.models.processors import load_processor
-from lightrft.observability.events import RolloutsEvent, SettingChange
+from lightrft.observability.events import SettingChange
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.run_health import Health
@@ -26,12 +26,10 @@ from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import tokens_of
 from lightrft.rollout.async_generation import AsyncGenerator, staleness_metrics
-from lightrft.rollout.collate import attached
 from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes
-from lightrft.rollout.shown_samples import examples, sample_rows, table
 from lightrft.trainer.checks.check_config import check
 from lightrft.trainer.checks.context_limits import (
     check_examples,
@@ -153,24 +151,12 @@ class RLRun(PolicyRun):
                 kl.coef = kl.config.coef
 
     def report(self, result: StepResult) -> None:
-        """Write rollouts and batch of a step if the settings ask for them, and say what failed."""
-        config, session = self.config, self.session
-        done = self.step + 1
-        self.health.blame("rollout/frac_reward_failed", result.collected.failures)
-        for reason, count in result.collected.failures.most_common(3):
-            log.info("step %d: %d responses were not scored: %s", done, count, reason)
-        self.health.examples = examples(result.collected.rollouts)
-        session.fire(RolloutsEvent, done, rollouts=result.collected.rollouts)
-        if config.log.samples and session.ranks.rank == 0:
-            session.observer.note(table(done, result.collected.rollouts, config.log.samples))
-            session.folder.show_samples(sample_rows(result.collected.rollouts, config.log.samples))
-        if config.log.rollouts_every and done % config.log.rollouts_every == 0:
-            drawn = result.collected.rollouts
-            session.folder.write_rollouts(
-                done, drawn, attached=attached(drawn), advantages=advantages_of(result)
-            )
-        writes = config.log.batches_every and session.ranks.rank == 0
-        if writes and done % config.log.batches_every == 0 and result.batch is not None:
+        """Show the responses of a step, and write its batch if the settings ask for it."""
+        session, every, done = self.session, self.config.log.batches_every, self.step + 1
+        collected = result.collected
+        self.show(collected.rollouts, collected.failures, advantages=advantages_of(result))
+        writes = every and done % every == 0 and session.ranks.rank == 0
+        if writes and result.batch is not None:
             save_batch(
                 session.path / "batches" / f"step_{done:06d}",
                 with_outcomes(result.batch, result.collected),

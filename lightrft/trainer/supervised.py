@@ -19,6 +19,7 @@ from lightrft.trainer.checks.preflight import (
     check_whole_rewards,
 )
 from lightrft.trainer.run_session import RunSession
+from lightrft.trainer.training_loop import SAMPLED_BY
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.engine_kinds import kinds_to_check
@@ -68,7 +69,7 @@ def check_sources(config: GivenDataConfig) -> None:
 
 
 def check_unread(config: GivenDataConfig, reads: Collection[str] = ()) -> None:
-    """Raise ``ConfigError`` if a setting is given that only reinforcement learning reads.
+    """Raise ``ConfigError`` if a setting is given that the run does not read.
 
     Args:
         config: Settings of the run.
@@ -77,21 +78,24 @@ def check_unread(config: GivenDataConfig, reads: Collection[str] = ()) -> None:
     for key in UNREAD:
         section, _, name = key.partition(".")
         if key not in reads and name in changed_fields(getattr(config, section)):
+            sampling = SAMPLED_BY.get(config.verb) if key in READ_SAMPLED else None
             raise ConfigError(
                 f"{key} changes nothing in lightrft {config.verb}: it is of rollouts "
-                "and prompts, and this verb trains on given responses; leave it out"
+                "and prompts, and this run trains on given responses; leave it out"
+                + (f", or set {sampling} to sample them" if sampling else "")
             )
 
 
+READ_SAMPLED = ("log.rollouts_every", "log.samples")
+"""Settings that every run reads which samples its responses."""
 UNREAD = (
-    "log.rollouts_every",
+    *READ_SAMPLED,
     "log.batches_every",
-    "log.samples",
     "log.entropy",
     "log.repetition",
     "data.max_prompt_tokens",
 )
-"""Settings that reinforcement learning alone reads."""
+"""Settings of sampled responses and prompts."""
 
 
 def loaded_eval_prompts(

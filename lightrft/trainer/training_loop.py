@@ -536,15 +536,21 @@ UNMEASURED = (
     "by validation"
 )
 """The reason why a run is never evaluated, and what to do."""
+SAMPLED_BY = {
+    "dpo": "online.group_size",
+    "kto": "online.group_size",
+    "distill": "distill.on_policy",
+}
+"""Setting by which a verb that trains on given responses samples its own."""
 
 
 def missing_events(run: TrainingRun) -> dict[str, str]:
     """Return the events that the run does not have, with the reason."""
     found = {} if run.evaluates else {EvalEvent.name: UNMEASURED}
     if not run.samples:
-        found[RolloutsEvent.name] = (
-            "the run samples no responses to train on; leave it out, or set online.group_size "
-            "(dpo, kto) or distill.on_policy (distill)"
+        sampling = SAMPLED_BY.get(run.config.verb)
+        found[RolloutsEvent.name] = "the run samples no responses to train on; leave it out" + (
+            f", or set {sampling}" if sampling else ""
         )
     return found
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.viewer.formatting import compact, css_of
 
@@ -17,6 +18,19 @@ STEPS, GROUPS, RESPONSES, CHARACTERS = 8, 4, 16, 2000
 """Largest numbers of steps, groups per step, responses per group and characters per text."""
 Row = Mapping[str, Any]
 """A line of a file of the run, or an object in it. The writer and the reader agree on its keys."""
+Extract = Callable[[Sequence[RewardTerm], str, Row], Mapping[str, str | None]]
+"""Return what reward terms read from a response, see ``lightrft.rewards.rules.answers.extracted``.
+
+The report gets it from its caller, since it needs nothing that computes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The reward of a run, and a function that returns what its rules read from a response."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    extract: Extract = lambda terms, text, columns: {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,7 @@ class Response:
         ended: why it ended, or why it was not scored.
         preference: its rank or label, empty if it was not compared. None in a run that compares no
             responses.
+        reads: what each rule reads from it, by the name of its term. None for no answer.
     """
 
     text: str
@@ -41,6 +56,7 @@ class Response:
     tokens: int
     ended: str
     preference: str | None = None
+    reads: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +82,22 @@ class Step:
     count: int
 
 
-def read_steps(folder: Path) -> list[Step]:
+def read_steps(folder: Path, rules: Rules) -> list[Step]:
     """Return the groups of some steps of a run, spread evenly from the first to the last.
 
-    Raises ``DataError`` for a malformed file.
+    Args:
+        folder: the run folder.
+        rules: how its responses are scored.
+
+    Raises:
+        DataError: a file is malformed.
     """
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     count = min(STEPS, len(files))
     last = len(files) - 1
     # A set, since rounding may choose a file twice.
     chosen = sorted({round(k * last / max(1, count - 1)) for k in range(count)})
-    return [_step(files[k]) for k in chosen]
+    return [_step(files[k], rules) for k in chosen]
 
 
 def groups(steps: Sequence[Step]) -> str:
@@ -97,23 +118,27 @@ def groups(steps: Sequence[Step]) -> str:
     )
 
 
-def _step(path: Path) -> Step:
+def _step(path: Path, rules: Rules) -> Step:
     found: dict[str, list[Row]] = {}
     for row in read_rollouts(path):
         rows = found.setdefault(str(row["prompt"]["id"]), [])
         if len(found) <= GROUPS and len(rows) < RESPONSES:
             rows.append(row)
-    kept = [_group(rows) for rows in list(found.values())[:GROUPS]]
+    kept = [_group(rows, rules) for rows in list(found.values())[:GROUPS]]
     return Step(int(path.stem.rpartition("_")[2]), kept, len(found))
 
 
-def _group(rows: Sequence[Row]) -> Group:
+def _group(rows: Sequence[Row], rules: Rules) -> Group:
     prompt = rows[0]["prompt"]
-    responses = [_response(row) for row in rows]
+    terms = rules.reward.terms_of(prompt.get("data_source") or "")
+    responses = []
+    for row in rows:
+        reads = rules.extract(terms, str(row.get("text") or ""), row["prompt"].get("columns") or {})
+        responses.append(_response(row, reads))
     return Group(text_of(prompt.get("text")), text_of(prompt.get("label")), responses)
 
 
-def _response(row: Row) -> Response:
+def _response(row: Row, reads: Mapping[str, str | None]) -> Response:
     return Response(
         text=str(row.get("text") or ""),
         reward=row.get("reward"),
@@ -122,6 +147,7 @@ def _response(row: Row) -> Response:
         tokens=len(row.get("token_ids") or ()),
         ended=str(row.get("failed") or row.get("finish_reason") or ""),
         preference=_preference(row),
+        reads=reads,
     )
 
 
@@ -172,9 +198,11 @@ def _table(group: Group) -> str:
     # A single term equals the reward, up to its weight.
     terms = list(names) if len(names) > 1 else []
     judged = "preference" if group.compares else "advantage"
-    columns = ("reward", *terms, judged, "tokens", "ended", "response")
+    reads = list(group.responses[0].reads)
+    says = [f"{name} reads" for name in reads]
+    columns = ("reward", *terms, judged, "tokens", "ended", *says, "response")
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    rows = "".join(_row(response, terms) for response in group.responses)
+    rows = "".join(_row(response, terms, reads) for response in group.responses)
     expected = ""
     if group.label:
         label = escape(_cut(group.label))
@@ -184,15 +212,20 @@ def _table(group: Group) -> str:
     return f'<div class="card group">{prompt}{table}</div>'
 
 
-def _row(response: Response, names: Sequence[str]) -> str:
+def _row(response: Response, names: Sequence[str], rules: Sequence[str]) -> str:
     advantage = response.advantage
     judged = f'<td class="{css_of(advantage or 0.0)}">{_number(advantage)}</td>'
     if response.preference is not None:
         judged = f"<td>{escape(response.preference)}</td>"
     terms = "".join(f"<td>{_number(response.terms.get(name))}</td>" for name in names)
+    answers = [response.reads[name] for name in rules]
+    reads = "".join(
+        "<td>nothing</td>" if one is None else f"<td><code>{escape(_cut(one))}</code></td>"
+        for one in answers
+    )
     return (
         f"<tr><td>{_number(response.reward)}</td>{terms}{judged}"
-        f"<td>{response.tokens}</td><td>{escape(response.ended)}</td>"
+        f"<td>{response.tokens}</td><td>{escape(response.ended)}</td>{reads}"
         f"<td><pre>{escape(_cut(response.text))}</pre></td></tr>"
     )
 

@@ -16,7 +16,7 @@ from lightrft.utils.atomic_files import write_atomic
 from lightrft.viewer.charts import plots
 from lightrft.viewer.figures import figures
 from lightrft.viewer.formatting import compact, css_of, percent
-from lightrft.viewer.groups import groups
+from lightrft.viewer.groups import Extract, groups
 from lightrft.viewer.page import page
 from lightrft.viewer.plots import Plot
 from lightrft.viewer.reward_scores import reward_plots, reward_section
@@ -38,13 +38,18 @@ JUDGED = {
 """Entries of the summary of an evaluation of a reward model, by their labels."""
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, extract: Extract | None = None) -> Path:
     """Write ``report.html`` into a run folder, from the files written so far.
 
-    Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
+    Args:
+        folder: the folder.
+        extract: returns what rules read from a response. None leaves it out.
+
+    Raises:
+        DataError: ``folder`` is not a run folder or has a malformed file.
     """
     path = folder / "report.html"
-    write_atomic(path, render(read_run(folder)))
+    write_atomic(path, render(read_run(folder, extract)))
     return path
 
 

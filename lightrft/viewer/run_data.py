@@ -14,12 +14,13 @@ from typing import TypeGuard
 
 import yaml
 
-from lightrft.config.base import dotted
+from lightrft.config.base import build, dotted
+from lightrft.config.reward import RewardConfig
 from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.observability.trackers import read_rows
-from lightrft.utils.errors import DataError
+from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.yaml_text import parse_yaml
-from lightrft.viewer.groups import Row, Step, read_steps, text_of
+from lightrft.viewer.groups import Extract, Row, Rules, Step, read_steps, text_of
 
 Points = list[tuple[float, float]]
 FORMATS = {".json": ("JSON", json.loads), ".yaml": ("YAML", parse_yaml)}
@@ -96,10 +97,15 @@ class RunData:
         return [name for name in every if name.startswith(prefix)]
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, extract: Extract | None = None) -> RunData:
     """Read a run folder.
 
-    Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
+    Args:
+        folder: the folder.
+        extract: returns what rules read from a response. None leaves it out.
+
+    Raises:
+        DataError: ``folder`` is not a run folder or has a malformed file.
     """
     if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise DataError(
@@ -115,19 +121,28 @@ def read_run(folder: Path) -> RunData:
     if not others:  # the run of a reward model alone
         others, judged = judged, []
     before, after = _answers(folder)
+    config = _object(folder / "config.yaml")
     return RunData(
         name=folder.resolve().name,
         rows=others or supervised,
         warm_up=supervised if others else [],
         reward_model=judged,
         summary=_object(folder / "summary.json"),
-        config=dict(dotted(_object(folder / "config.yaml"))),
+        config=dict(dotted(config)),
         before=before,
         after=after,
-        steps=read_steps(folder),
+        steps=read_steps(folder, Rules() if extract is None else Rules(_reward(config), extract)),
         media=folder / "media",
         judged=_object(folder / "reward_scores.json"),
     )
+
+
+def _reward(config: Row) -> RewardConfig:
+    """Return the reward of a run: that of no term if another version wrote its settings."""
+    try:
+        return build(RewardConfig, config.get("reward") or {})
+    except ConfigError:
+        return RewardConfig()
 
 
 def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:

@@ -21,7 +21,7 @@ def finder_of(success: Success, data_source: str) -> FindAnswer | None:
     It belongs to the outcome term, else to the first reward term that compares an answer. None if
     no term does.
     """
-    terms = success.reward.per_source.get(data_source) or success.reward.terms
+    terms = success.reward.terms_of(data_source)
     outcome = success.term(data_source)
     for term in sorted(terms, key=lambda term: term.label != outcome):
         finder = answer_finder(term.function, term.options)

@@ -9,14 +9,14 @@ from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.loading.adapter_base import adds_adapters
-from lightrft.trainer.supervised import check_supervised
+from lightrft.trainer.supervised import READ_SAMPLED, check_supervised
 from lightrft.utils.errors import ConfigError
 
 
 def check_distill(config: DistillVerbConfig) -> None:
     """Raise ``ConfigError`` for problems that can be found without a model or data."""
     settings = config.distill
-    reads = {"log.rollouts_every"} if settings.on_policy else set()
+    reads = set(READ_SAMPLED) if settings.on_policy else set()
     # It bounds the rows where they are prompts. With uld a teacher may need prompts of its own.
     if settings.on_policy == 1 or settings.teacher_sees_more or settings.kind == "uld":
         reads.add("data.max_prompt_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,12 @@ from lightrft.learner.reference_update import (
 )
 from lightrft.learner.sft_step import examples_to_batch
 from lightrft.models.processors import Processor, load_processor
-from lightrft.observability.events import RolloutsEvent
 from lightrft.observability.metrics import Mean, Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.rewards.base import NullScorer
 from lightrft.roles import FrozenModel, Reference, Roles, TrainableModel
-from lightrft.rollout.collate import attached, collate
+from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import generate_on_ranks
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import check_batch
@@ -133,7 +133,7 @@ class DistillRun(PolicyRun):
             budget = config.train.micro_batch_tokens
             metrics.merge(distill_step(self.roles, lesson, config.distill, budget))
         if sampled:
-            self.session.fire(RolloutsEvent, self.step + 1, rollouts=sampled)
+            self.show(sampled, Counter())
         return metrics
 
     def draw(self) -> Rows:
@@ -165,28 +165,26 @@ class DistillRun(PolicyRun):
         return Lesson(batch, shown, sources, not sampled), metrics, rollouts
 
     def sample(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Generate a response to each prompt by the current weights, and write them if due.
+        """Generate a response to each prompt by the current weights.
 
         Raises ``GenerationInterrupted`` if the run is asked to stop meanwhile.
         """
         config, session, roles = self.config, self.session, self.roles
+        for prompt in prompts:  # conversations are stored as tokens
+            prompt.text = prompt.text or str(roles.tokenizer.decode(prompt.token_ids))
         requests = requests_for(prompts, 1, config.run.seed, "distill", self.step)
         with roles.generation_mode():
             groups = generate_on_ranks(
                 session.ranks,
                 roles.engine,
                 # The scorer of the run has rewards for the eval set alone.
-                NullScorer(0.0),
+                NullScorer(),
                 requests,
                 config.sampling,
                 session.timers,
                 lambda: bool(session.stop),
             )
-        rollouts = [rollout for group in groups for rollout in group]
-        done, every = self.step + 1, config.log.rollouts_every
-        if every and done % every == 0:
-            session.folder.write_rollouts(done, rollouts, attached=attached(rollouts))
-        return rollouts
+        return [rollout for group in groups for rollout in group]
 
     def checked_batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Return ``rollouts`` as a batch, after a check of the engine's log-probs if it is due."""

@@ -15,10 +15,10 @@ from lightrft.config.base import changed_fields
 from lightrft.config.verbs import DPOConfig
 from lightrft.models.loading.adapter_base import adds_adapters
 from lightrft.trainer.checks.preflight import greedy_setting, weightless_rewards
-from lightrft.trainer.supervised import check_supervised
+from lightrft.trainer.supervised import READ_SAMPLED, check_supervised
 from lightrft.utils.errors import ConfigError
 
-READ_ONLINE = ("reward", "log.rollouts_every", "data.max_prompt_tokens")
+READ_ONLINE = ("reward", *READ_SAMPLED, "data.max_prompt_tokens")
 """Settings that a run reads if it samples its responses."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +14,10 @@ from lightrft.learner.preference_step import preference_step
 from lightrft.learner.reference_update import update_reference
 from lightrft.learner.sft_step import with_sources
 from lightrft.models.processors import load_processor
-from lightrft.observability.events import RolloutsEvent
 from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.run_health import Health
 from lightrft.rollout.accounting import CollectedRollouts, rollout_metrics
-from lightrft.rollout.collate import attached, collate
+from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import CollectSettings, collect_rollouts
 from lightrft.rollout.logprob_check import check_batch
 from lightrft.rollout.prompt_stream import PromptStream
@@ -39,8 +37,6 @@ from lightrft.trainer.supervised import loaded_eval_prompts, try_rewards
 from lightrft.utils.errors import RewardError, before_update
 from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer
-
-log = logging.getLogger(__name__)
 
 MOST_IDLE_STEPS = 10
 """Number of steps in a row without an example after which a run stops."""
@@ -132,14 +128,7 @@ class OnlinePreferenceRun(PreferenceRun):
             return preference_step(self.roles, batch, self.settings, self.stats, self.step)
 
     def write(self, collected: CollectedRollouts, examples: Sequence[PreferenceExample]) -> None:
-        """Write the responses with their ranks or labels, if this is due."""
-        done, every = self.step + 1, self.config.log.rollouts_every
-        self.health.blame("rollout/frac_reward_failed", collected.failures)
-        for reason, count in collected.failures.most_common(3):
-            log.info("step %d: %d responses were not scored: %s", done, count, reason)
-        self.session.fire(RolloutsEvent, done, rollouts=collected.rollouts)
-        if not every or done % every:
-            return
+        """Show the responses of a step, with their ranks or labels."""
         ranks: dict[int, int | None] = {}
         labels: dict[int, bool | None] = {}
         for group, example in zip(collected.groups, examples):
@@ -147,10 +136,9 @@ class OnlinePreferenceRun(PreferenceRun):
                 ranks[id(rollout)] = response.rank
                 labels[id(rollout)] = response.desirable
         drawn = collected.rollouts
-        self.session.folder.write_rollouts(
-            done,
+        self.show(
             drawn,
-            attached=attached(drawn),
+            collected.failures,
             rank=[ranks.get(id(rollout)) for rollout in drawn],
             desirable=[labels.get(id(rollout)) for rollout in drawn],
         )

@@ -68,10 +68,18 @@ def test_the_command_counts_and_shows_what_differs(run, capsys, monkeypatch):
     assert main(["check", f"{run}/my.py:digits", str(run)]) == 0
     said = capsys.readouterr().out
     assert "5 responses of steps 1 to 2, compared with digits: 2 lower, 3 same" in said
-    assert "mean 1.6 -> 0.8" in said and "lower: 3 -> 0  response 'odd', label '3'" in said
+    assert "mean 1.6 -> 0.8" in said and "  lower: 3 -> 0\n    prompt    '1+2='\n" in said
+    assert "    response  'odd'\n    result    label '3', reward 0\n" in said
     assert main(["check", f"{run}/my.py:label", str(run), "scale=2"]) == 1
     said = capsys.readouterr().out
     assert "1 higher, 3 lower, 1 failed" in said and "cannot read it" in said
+
+
+def test_the_command_shows_what_a_rule_of_lightrft_reads_from_a_response(run, capsys):
+    assert main(["check", "math", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "response  '1'\n    result    label '3', math reads '1', reward 0\n" in said
+    assert "response  'odd'\n    result    label '3', math reads 'odd', reward 0\n" in said
 
 
 def test_a_folder_without_responses_and_two_functions_are_refused(run, tmp_path, capsys):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from lightrft.algorithms.group_filters import FILTERS
 from lightrft.algorithms.reward_terms.text_steps import split_steps
-from lightrft.config.reward import JudgeConfig
+from lightrft.config.reward import JudgeConfig, RewardConfig
 from lightrft.engines.requests import rollout_of
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.rewards import REWARDS
 from lightrft.rewards.sandbox.rollout_view import view_of
-from lightrft.rollout.shown_samples import described
+from lightrft.rollout.shown_samples import evidence
 from lightrft.serving.chat.tool_calls import read_answer
 from lightrft.trainer.pipelines.generate import line_of
 from lightrft.types import FinishReason, Prompt, Request, Rollout
@@ -55,7 +55,7 @@ def test_rows_for_training_judges_and_filters_see_what_was_sampled() -> None:
     assert TAGGED in str(asked.question)
     two = [rollout, sampled("a6" + END)]
     assert FILTERS["repeated_answers"](two, limit=0.0, by="text") == ""
-    assert "<answer>6</answer>" in described(rollout)
+    assert "<answer>6</answer>" in "".join(evidence(rollout, RewardConfig(), 99))
 
 
 def test_rewards_of_steps_are_at_the_last_tokens_of_steps_with_special_tokens() -> None:

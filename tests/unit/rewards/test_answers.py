@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.rewards.rules.answers import FINDERS, LAST_CHARACTERS, answer_finder
+from lightrft.config.reward import RewardTerm
+from lightrft.rewards.rules.answers import (
+    LAST_CHARACTERS,
+    READERS,
+    AnswerReader,
+    answer_finder,
+    extracted,
+)
 
 
 def answer(text: str, rule: str = "math", **options: object) -> str | None:
@@ -51,16 +58,40 @@ def test_a_rule_that_compares_no_answer_has_no_finder() -> None:
     assert answer_finder("my.module:reward", {}) is None
 
 
-@pytest.mark.parametrize("rule", FINDERS)
+@pytest.mark.parametrize("rule", READERS)
 def test_only_the_end_of_a_response_is_searched_so_that_no_response_takes_long(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ("answer" + " " * 200_000, "<answer>" * 50_000, "\\boxed{" * 50_000)
     searched: list[str] = []
-    monkeypatch.setitem(FINDERS, rule, lambda text, options: searched.append(text))
+    watched = AnswerReader(lambda text, *_: searched.append(text), str)
+    monkeypatch.setitem(READERS, rule, watched)
     assert [answer(text, rule) for text in texts] == [None] * 3
     assert searched == [text[-LAST_CHARACTERS:] for text in texts]
 
 
 def test_an_answer_before_the_end_of_a_response_is_not_found() -> None:
     assert answer("\\boxed{3}" + "x" * LAST_CHARACTERS) is None
+
+
+def test_people_see_the_answer_as_it_is_written_under_the_name_of_its_term() -> None:
+    terms = [
+        RewardTerm(function="math", name="sum", options={"last_number": True}),
+        RewardTerm(function="exact_match"),
+        RewardTerm(function="format"),
+        RewardTerm(function="own.py:reward"),
+    ]
+    assert extracted(terms, "it is 1/2 or  0.50", {}) == {
+        "sum": "0.50",
+        "exact_match": "it is 1/2 or  0.50",
+    }
+    assert extracted(terms[:1], "no idea", {}) == {"sum": None}
+
+
+def test_the_verdict_of_a_judgement_is_read_by_the_form_of_its_row() -> None:
+    terms = [RewardTerm(function="judgement")]
+    boxed = {"judgement": {"form": "rating", "verdict": "boxed"}}
+    assert extracted(terms, "so \\boxed{7}", boxed) == {"judgement": "7"}
+    assert extracted(terms, "<answer>B</answer>", {}) == {"judgement": "B"}
+    assert extracted(terms, "so \\boxed{7}", {"judgement": 3}) == {"judgement": None}
+    assert answer_finder("judgement", {}) is None

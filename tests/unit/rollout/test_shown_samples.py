@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.observability.run_health import Health
-from lightrft.rollout.shown_samples import by_prompt, examples, sample_rows, table
+from lightrft.rollout.shown_samples import by_prompt, evidence, examples, sample_rows, table
 from lightrft.types import Prompt, Rollout
 
 
@@ -48,7 +49,21 @@ def test_as_many_prompts_as_asked_are_shown_and_responses_without_a_reward_are_n
         == "step 1: '2+2='\n" + " " * 13 + "1 (math 1, words 1)  '4'"
     )
     assert table(1, rollouts, 2, width=99).count("step 1:") == 2
-    assert table(1, rollouts[:1], 2, width=99) == ""
+
+
+def test_responses_that_nothing_scores_are_shown_without_a_reward():
+    nothing = rollout(SUM, "3", None)
+    assert table(1, [nothing], 2, width=99).splitlines()[1].split() == ["'3'"]
+    assert sample_rows([nothing], 1)[0]["reward"] == ""
+    nothing.failed = "no score today"
+    assert table(1, [nothing], 2, width=99).splitlines()[1].split() == ["none", "'3'"]
+
+
+def test_a_prompt_of_messages_is_shown_by_its_question_and_not_by_its_template():
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"}]
+    prompt = Prompt("a", [1], text="<system>Be brief.<user>1+2?", request=said)
+    assert table(1, [rollout(prompt, "3", 1.0)], 1, width=99).startswith("step 1: '1+2?'\n")
+    assert "'1+2?'" in evidence(rollout(prompt, "3", 1.0), RewardConfig(), 80)[0]
 
 
 @given(text=st.text(max_size=300), width=st.integers(40, 200), step=st.integers(1, 10**6))
@@ -59,15 +74,30 @@ def test_no_line_is_wider_than_the_terminal_or_broken(text, width, step):
 
 def test_warnings_bring_a_response_that_shows_what_they_say():
     health = Health(frozenset({"groups"}))
+    reward = RewardConfig(terms=(RewardTerm(function="math"), RewardTerm(function="my.py:words")))
     equal = [rollout(OTHER, "x", 1.0), rollout(OTHER, "y", 0.0)]
     equal += [rollout(SUM, "46 + 64", 0.0), rollout(SUM, "so many words " * 20, 0.0, "length")]
-    health.examples = examples(equal)
+    health.examples = examples(equal, reward)
     values = {"rollout/frac_reward_zero_std": 1.0, "response/clip_ratio": 0.5, "reward/mean": 0.0}
     flat, cut = health.warnings(values)
-    assert flat.endswith("For example: response '46 + 64', label '3', reward 0 (math 0, words 3)")
-    assert "For example: response '...s so many words" in cut and "label '3'" in cut
+    assert flat.splitlines()[1:] == [
+        "  prompt    '1+2='",
+        "  response  '46 + 64'",
+        "  result    label '3', math reads '46 + 64', reward 0 (math 0, words",
+        "            3)",
+    ]
+    assert "  response  ...'" in cut and "words '" in cut and "math reads nothing" in cut
+    assert all(len(line) <= 80 for line in cut.splitlines()[1:])
+
+
+def test_warnings_of_an_evaluation_bring_a_response_of_it():
+    found = [rollout(SUM, "so 3", 1.0, "length"), rollout(OTHER, "x", None)]
+    found[1].failed = "no score today"
+    shown = examples(found, RewardConfig(), evaluated=True)
+    assert "'so 3'" in shown["eval/truncated"] and "reward none" in shown["eval/failed"]
+    assert len(shown) == 2
 
 
 def test_a_step_without_scored_responses_has_no_example():
-    assert examples([rollout(SUM, "3", None)]) == {}
+    assert examples([rollout(SUM, "3", None)], RewardConfig()) == {}
     assert [len(group) for group in by_prompt([rollout(SUM, "3", 1.0)] * 3)] == [3]

@@ -12,8 +12,10 @@ from PIL import Image
 import lightrft
 from lightrft.diagnostics.rescoring import saved_rollouts
 from lightrft.observability.run_directory import RunDirectory
+from lightrft.rewards.rules.answers import extracted
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
+from lightrft.viewer.groups import Rules
 from lightrft.viewer.report import duration, write_report
 from tests.unit.viewer.browser import browse, needs_browser
 from tests.unit.viewer.runs import HOSTILE, Config, make_run
@@ -419,7 +421,7 @@ def with_groups(folder, steps=3, groups=2):
 def test_the_groups_of_a_step_are_shown_with_rewards_and_advantages_of_what_was_sampled(tmp_path):
     from lightrft.viewer.groups import read_steps
 
-    first, *_, last = read_steps(with_groups(tmp_path / "a"))
+    first, *_, last = read_steps(with_groups(tmp_path / "a"), Rules())
     assert (first.step, last.step, first.count) == (1, 3, 2)
     responses = first.groups[0].responses
     assert [(r.reward, r.advantage, r.tokens, r.ended) for r in responses] == [
@@ -432,10 +434,29 @@ def test_the_groups_of_a_step_are_shown_with_rewards_and_advantages_of_what_was_
     assert "says 3 1.0" in page and "&lt;b&gt;ask 1&lt;/b&gt;" in page and "<b>ask" not in page
 
 
+def test_the_groups_show_what_a_rule_reads_from_each_response_and_of_other_functions_nothing(
+    tmp_path,
+):
+    folder = with_groups(tmp_path / "a", steps=1)
+    assert " reads</th>" not in write_report(folder, extracted).read_text()
+    (folder / "config.yaml").write_text(
+        "reward:\n  terms:\n  - {function: math, name: sum, options: {last_number: true}}\n"
+        "  - {function: own.py:f}\n"
+    )
+    page = write_report(folder, extracted).read_text()
+    assert "<th>sum reads</th><th>response</th>" in page and "own.py:f reads" not in page
+    assert "<td><code>1.0</code></td><td><pre>says 1 1.0" in page
+    file = folder / "rollouts" / "step_000001.jsonl"
+    file.write_text(file.read_text().replace("says 1 1.0", "no idea"))
+    assert "<td>nothing</td><td><pre>no idea" in write_report(folder, extracted).read_text()
+    (folder / "config.yaml").write_text("reward: {terms: [3]}\n")
+    assert " reads</th>" not in write_report(folder, extracted).read_text()
+
+
 def test_of_many_steps_and_groups_some_are_shown_and_it_is_said_of_how_many(tmp_path):
     from lightrft.viewer.groups import GROUPS, STEPS, read_steps
 
-    steps = read_steps(with_groups(tmp_path / "a", steps=40, groups=9))
+    steps = read_steps(with_groups(tmp_path / "a", steps=40, groups=9), Rules())
     assert len(steps) == STEPS and (steps[0].step, steps[-1].step) == (1, 40)
     assert all(len(step.groups) == GROUPS and step.count == 9 for step in steps)
     assert f"({GROUPS} of 9 groups)" in write_report(tmp_path / "a").read_text()
