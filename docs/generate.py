@@ -36,13 +36,13 @@ from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
-from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
-from lightrft.diagnostics.explain_supervised import explain_supervised
 from lightrft.diagnostics.importing.reading import read_foreign
 from lightrft.diagnostics.importing.writing import translate
 from lightrft.models.families import FAMILIES, MEMBERS, UNREAD, Family
 from lightrft.observability.events import EVENTS
 from lightrft.observability.metric_table import METRICS
+from lightrft.trainer.explanation.explain import Line, explain, symbol_of, to_latex
+from lightrft.trainer.explanation.explain_supervised import explain_supervised
 from lightrft.trainer.phases import PHASES
 
 DOCS = Path(__file__).resolve().parent

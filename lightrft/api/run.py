@@ -178,8 +178,8 @@ class Run:
     ) -> str:
         """Upload the trained model to the Hugging Face Hub, and return its address.
 
-        The model card has base, method with its paper, settings and results of the run. The account
-        is that of ``hf auth login`` or of ``HF_TOKEN``.
+        The model card has the base, data, formulas with their papers, code, hardware, settings and
+        results of the run. The account is that of ``hf auth login`` or of ``HF_TOKEN``.
 
         Args:
             repo: Name of the repository, such as ``me/model``. It is made if there is none.
@@ -190,7 +190,7 @@ class Run:
             ConfigError: The hub refuses the upload, or cannot be reached.
             DataError: The run has not finished.
         """
-        from lightrft.observability.model_card import Hub, message_of, model_card
+        from lightrft.trainer.model_card import Hub, message_of, model_card
 
         card = model_card(self.path, self.model, {"verb": self.verb, **self.summary})
         hub = Hub(repo, private=private, asked=f"push_to_hub({repo!r})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,19 +13,11 @@ from lightrft.cli.verbs import config_of
 from lightrft.config.base import Loaded
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import (
-    DistillVerbConfig,
-    DPOConfig,
-    IterateConfig,
-    PRMVerbConfig,
-    RLConfig,
-    RMConfig,
-    TrainingConfig,
-)
+from lightrft.config.verbs import IterateConfig, TrainingConfig
 from lightrft.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightrft.diagnostics.explain import Explanation
+    from lightrft.trainer.explanation.explain import Explanation
 
 MARK = "explain.verb="
 
@@ -43,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
             "| grm-dpo> names the verb of a config\n"
         )
         return 0
-    from lightrft.diagnostics.explain import to_latex, to_text
+    from lightrft.trainer.explanation.explain import to_latex, to_text
 
     show = to_latex if "--latex" in arguments else to_text
     sys.stdout.write(show(explanation_of(words)) + "\n")
@@ -53,6 +45,7 @@ def run(arguments: Sequence[str]) -> int:
 def explanation_of(words: Sequence[str]) -> Explanation:
     """Return the explanation of a preset, or of a config of any verb that trains."""
     from lightrft.diagnostics.prompts.prompt_texts import prompt_texts
+    from lightrft.trainer.explanation.of_config import explained
 
     verb, settings = "auto", []
     for word in words:
@@ -64,42 +57,10 @@ def explanation_of(words: Sequence[str]) -> Explanation:
             settings.append(f"algorithm={word}" if is_word(word) else word)
     loaded = _loaded(verb, settings)
     config = loaded.settings
+    found = explained(config, loaded.sources)
     if isinstance(config, IterateConfig):
-        from lightrft.diagnostics.explain_iterate import explain_iterate
-
-        return explain_iterate(config, loaded.sources)
-    return replace(_explained(config, loaded.sources), prompts=tuple(prompt_texts(config)))
-
-
-def _explained(config: TrainingConfig, sources: Mapping[str, str]) -> Explanation:
-    """Return the explanation of one training, without its prompts."""
-    from lightrft.algorithms.preference.compatibility import check_preference
-    from lightrft.diagnostics.explain import explain
-    from lightrft.diagnostics.explain_distill import explain_distillation
-    from lightrft.diagnostics.explain_supervised import explain_supervised
-    from lightrft.trainer.checks.check_rollout import check_algorithm
-
-    if isinstance(config, RLConfig):
-        check_algorithm(config)
-        return explain(config, sources)
-    if isinstance(config, DistillVerbConfig):
-        return explain_distillation(config, sources)
-    if isinstance(config, RMConfig):
-        # Here, since they import more than other verbs need.
-        from lightrft.algorithms.reward_model.compatibility import check_reward_model
-        from lightrft.diagnostics.explain_reward_model import explain_reward_model
-
-        check_reward_model(config.reward_model)
-        return explain_reward_model(config, sources)
-    if isinstance(config, PRMVerbConfig):
-        from lightrft.algorithms.process_reward.objective import check_process_model
-        from lightrft.diagnostics.explain_reward_model import explain_process_model
-
-        check_process_model(config.process_model)
-        return explain_process_model(config, sources)
-    if isinstance(config, DPOConfig):
-        check_preference(config.preference)
-    return explain_supervised(config, sources)
+        return found
+    return replace(found, prompts=tuple(prompt_texts(config)))
 
 
 def _loaded(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig] | Loaded[IterateConfig]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,13 @@ def files_of(source: SourceConfig) -> list[Path] | None:
     if HUB_NAME.fullmatch(source.path) and not looks_like_path(source.path):
         return None
     raise DataError(f"data.sources: there is no file or folder {source.path}{nearest_name(path)}")
+
+
+def is_on_hub(source: SourceConfig) -> bool:
+    """Return True if the rows of ``source`` are a data set of the hub."""
+    with suppress(DataError):
+        return files_of(source) is None and not is_function(source.path)
+    return False
 
 
 def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -> Rows:

@@ -1,1 +1,1 @@
-"""Inspect a config or a finished run without training: doctor, memory, explain, replay."""
+"""Inspect a config or a finished run without training: doctor, memory, replay."""

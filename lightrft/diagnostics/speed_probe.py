@@ -16,7 +16,6 @@ import torch
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.memory.phases import Lengths
-from lightrft.diagnostics.step_workload import forward_passes
 from lightrft.engines.base import Engine
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
@@ -24,6 +23,7 @@ from lightrft.models.attention.layout_check import check_layout
 from lightrft.rollout.collate import collate
 from lightrft.rollout.logprob_check import Agreement, agreement, batch_of, compare_logprobs
 from lightrft.strategy.base import Strategy, TrainState
+from lightrft.trainer.explanation.step_workload import forward_passes
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.workers.local import local_policy
 

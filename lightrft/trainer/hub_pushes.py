@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lightrft.config.run import HubConfig
 from lightrft.distributed.process_group import run_on_all_ranks
 from lightrft.observability.metrics import Metrics, Sum
-from lightrft.observability.model_card import Hub, message_of, model_card
+from lightrft.trainer.model_card import Hub, message_of, model_card
 from lightrft.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,8 +70,10 @@ class HubPushes:
         write(folder)
         if self._hub is not None:
             known: Summary = {"verb": self._session.phase, "steps": step}
-            about = {**known, "seconds": self._session.seconds}
-            self._submit(self._hub, folder, {**about, "changed": self._session.folder.changed})
+            known["seconds"] = self._session.seconds
+            known["environment"] = self._session.environment
+            known["changed"] = self._session.folder.changed
+            self._submit(self._hub, folder, known)
         return Metrics({"hub/failed": Sum(failed)})
 
     def push_last(self, summary: Summary) -> Summary:

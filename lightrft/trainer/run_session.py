@@ -105,6 +105,8 @@ class RunSession:
     ``applied`` are changed settings, which checkpoints hold. ``pending`` are those of steps that a
     resumed run takes again, and ``originals`` the values before all changes.
 
+    ``environment`` is the code and the hardware, as ``summary.json`` names them.
+
     ``at_risk`` is the most work that a kill could have cost so far. It is measured in seconds and
     in steps since the last checkpoint or the start.
     """
@@ -127,6 +129,7 @@ class RunSession:
     pending: list[SettingChange] = field(default_factory=list)
     originals: dict[str, Any] = field(default_factory=dict)
     hub: HubPushes | None = None
+    environment: Mapping[str, object] = field(default_factory=dict)
     _saved_time: float = field(default_factory=_now)
     _tried_time: float = field(default_factory=_now)
     _first_step: int = 0
@@ -434,6 +437,7 @@ def close_session(
         "seconds": session.seconds,
         **about,
         **headline(session.path, session.phase),
+        "environment": session.environment,
         "saved_step": session.saved_step,
         "most_unsaved_seconds": seconds,
         "most_unsaved_steps": steps,

@@ -58,6 +58,7 @@ from lightrft.strategy.manifest import load_manifest
 from lightrft.strategy.single import change_lr
 from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.device_use import DeviceUse, watched
+from lightrft.trainer.environment import environment
 from lightrft.trainer.hub_pushes import HubPushes
 from lightrft.trainer.run_session import (
     CHANGED,
@@ -282,6 +283,8 @@ def run_training(
             # Before data and models are loaded: a hub may refuse.
             session.hub = HubPushes(config.hub, session)
             run = prepare(session)
+            if ranks.rank == 0:
+                session.environment = environment(run.strategy.device, ranks.size)
         try:
             run.begin()
             resume_from_checkpoint(run)

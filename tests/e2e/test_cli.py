@@ -191,7 +191,7 @@ def test_an_interruption_before_training_begins_ends_with_130_and_no_traceback(t
         "explain",
         "grpo",
         cwd=tmp_path,
-        prelude=_interrupting("lightrft.diagnostics.explain", "explain"),
+        prelude=_interrupting("lightrft.trainer.explanation.explain", "explain"),
     )
     assert outcome.status == 130
     assert "Traceback" not in outcome.err

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import lightrft
+from lightrft.cli.explain import explanation_of
+from lightrft.config.base import to_yaml
+from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.trainer.explanation.explain import formula_rows
+from lightrft.trainer.model_card import model_card
 from lightrft.utils.errors import ConfigError, DataError
 from tests.hub_server import StandIn, stand_in
 
@@ -67,6 +73,47 @@ def test_the_card_says_how_the_model_was_trained_and_what_was_measured(hub, trai
     low, high = (run.metrics[f"eval/accuracy_{end}"].iloc[-1] for end in ("low", "high"))
     assert f"| {low:.4g} to {high:.4g} |" in card
     assert str(run.path.parent) not in card  # folders of this machine
+
+
+def test_the_card_has_the_formulas_of_explain_the_data_the_code_and_the_hardware(hub, trained):
+    run = trained("formulas")
+    run.push_to_hub("me/it")
+    card = hub.files["README.md"].decode()
+    assert all(row in card for row in formula_rows(explanation_of([str(run.path / "config.yaml")])))
+    found = run.summary["environment"]
+    assert f"* hardware: 1 x {found['device']}" in card and f"LightRFT {found['lightrft']}" in card
+    assert found.get("lightrft_commit", "") in card and found["processes"] == 1
+    assert "* `data`: `rows`" in card and "* `eval.data`: `rows`" in card
+    assert "datasets" not in ModelCard(card).data.to_dict()  # none of the hub
+
+
+def test_the_card_names_data_sets_and_the_base_of_the_hub_in_its_fields(trained, tmp_path):
+    run = trained("named")
+    tree = run.config
+    tree["model"]["path"] = "some/base"
+    tree["data"]["sources"] = [
+        {"path": "openai/gsm8k", "subset": "main", "limit": 9},
+        {"path": str(tmp_path / "secret" / "own.jsonl")},
+        {"path": f"{tmp_path}/rows.py:read"},
+    ]
+    (run.path / "config.yaml").write_text(yaml.safe_dump(tree))
+    card = model_card(run.path, run.model, run.summary)
+    data = ModelCard(card).data
+    assert data.datasets == ["openai/gsm8k"] and data.base_model == "some/base"
+    shown = (
+        "[openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k) (subset main, split train)"
+    )
+    assert f"* `data`: {shown}, the first 9 rows; `own.jsonl`; `rows.py:read`" in card
+    assert str(tmp_path) not in card
+
+
+def test_the_card_shows_functions_of_the_objective_without_their_folders(tmp_path):
+    own = tmp_path / "shapes.py"
+    own.write_text("def own(rewards, rollouts, *, max_new_tokens):\n    return rewards\n")
+    config = RLConfig.model_validate({"algorithm": {"shaping": [f"{own}:own"]}})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    card = model_card(tmp_path, tmp_path / "model", {"verb": "rl", "steps": 1})
+    assert "shaping: shapes.py:own" in card and str(tmp_path) not in card
 
 
 def test_the_card_of_adapters_keeps_how_they_are_used(hub, trained):

@@ -10,10 +10,10 @@ import torch
 
 from lightrft.config.base import deep_merge
 from lightrft.config.presets import PRESETS
-from lightrft.diagnostics.explain import explain
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.trainer.explanation.explain import explain
 from lightrft.trainer.rl import run_rl
 
 

@@ -14,11 +14,11 @@ from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting
-from lightrft.diagnostics.explain import explain
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
 from lightrft.models.actor import TokenScores
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting
+from lightrft.trainer.explanation.explain import explain
 from lightrft.types import Batch
 from tests.advantage_helpers import with_advantages
 

@@ -134,6 +134,7 @@ def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summ
             log_round(folder, results, seconds)
         write_samples(folder, config)
         summary = sum_up(config, results, seconds)
+        summary["environment"] = trained.get("environment", {})
         folder.write_summary(summary)
     return summary
 

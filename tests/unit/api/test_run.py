@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import lightrft
-from lightrft.observability.model_card import _training
+from lightrft.trainer.model_card import _training
 from lightrft.utils.errors import DataError
 
 

@@ -16,7 +16,7 @@ from lightrft.config.preference.presets import (
 )
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import source_of
-from lightrft.diagnostics.effective_settings import flat
+from lightrft.trainer.explanation.effective_settings import flat
 from lightrft.utils.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.config.base import build, load_settings
 from lightrft.config.presets import PAPERS, PRESETS, SOURCES, source_of
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
-from lightrft.diagnostics.explain import Explanation, explain, symbol_of, to_latex, to_text
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting, flat, set_by
+from lightrft.trainer.explanation.explain import Explanation, explain, symbol_of, to_latex, to_text
 
 
 def explained(*overrides: str, files: tuple[Path, ...] = ()) -> tuple[RLConfig, Explanation]:

@@ -20,10 +20,10 @@ from lightrft.config.preference.presets import (
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import source_of
 from lightrft.config.verbs import DPOConfig, GivenDataConfig, SupervisedConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
-from lightrft.diagnostics.explain import Explanation, Line, with_router_loss
-from lightrft.diagnostics.step_workload import Forward, Role
 from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting, flat, set_by
+from lightrft.trainer.explanation.explain import Explanation, Line, with_router_loss
+from lightrft.trainer.explanation.step_workload import Forward, Role
 from lightrft.utils.registry import About
 
 SFT_LOSS = About(

@@ -13,11 +13,17 @@ from lightrft.config.algorithm import AlgorithmConfig, LossConfig, NormalizeConf
 from lightrft.config.model import TrainedModelConfig
 from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting, numbers, set_by
-from lightrft.diagnostics.formula_texts import IMPLICIT, OUTCOME_LOSS, PTX, ROUTER, SAMPLED
-from lightrft.diagnostics.step_workload import Forward, Role, forward_passes, gradient, roles
 from lightrft.models.divergence.kinds import DIVERGENCES
 from lightrft.rollout.curriculum import CURRICULA
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting, numbers, set_by
+from lightrft.trainer.explanation.formula_texts import IMPLICIT, OUTCOME_LOSS, PTX, ROUTER, SAMPLED
+from lightrft.trainer.explanation.step_workload import (
+    Forward,
+    Role,
+    forward_passes,
+    gradient,
+    roles,
+)
 from lightrft.utils.registry import About
 
 TERMS_SCALED = r"R=\sum_k w_k\frac{x_k-\operatorname{mean}x_k}{\operatorname{std}x_k+\epsilon}"
@@ -427,22 +433,28 @@ NAMES = (
 """Last words of the keys that choose a function or a form, which are no numbers of a formula."""
 
 
+def formula_rows(explanation: Explanation) -> list[str]:
+    """Return the objective and its parts as lines of text, each with its numbers and its paper."""
+    rows = [explanation.objective, ""]
+    names = [f"{line.part}: {line.name}" for line in explanation.lines]
+    width = max(len(name) for name in names)
+    for name, line in zip(names, explanation.lines, strict=True):
+        rows.append(f"{name:<{width}}  {line.about.formula}")
+        values = ", ".join(f"{symbol_of(number)} = {number.value}" for number in line.numbers)
+        if values:
+            rows.append(f"{'':<{width}}    with {values}")
+        if line.about.paper:
+            rows.append(f"{'':<{width}}    {line.about.paper}")
+    return rows
+
+
 def to_text(explanation: Explanation) -> str:
     """Format an explanation for a terminal."""
     e = explanation
     rows = [e.title]
     if e.paper:
         rows.append(f"  {e.paper}")
-    rows += ["", f"  {e.objective}", ""]
-    names = [f"{line.part}: {line.name}" for line in e.lines]
-    width = max(len(name) for name in names)
-    for name, line in zip(names, e.lines, strict=True):
-        rows.append(f"  {name:<{width}}  {line.about.formula}")
-        values = ", ".join(f"{symbol_of(number)} = {number.value}" for number in line.numbers)
-        if values:
-            rows.append(f"  {'':<{width}}    with {values}")
-        if line.about.paper:
-            rows.append(f"  {'':<{width}}    {line.about.paper}")
+    rows += ["", *(f"  {row}" if row else "" for row in formula_rows(e))]
     key = max(len(number.key) for number in e.numbers)
     rows += ["", "numbers in force"]
     rows += [f"  {n.key:<{key}}  {n.value!s:<12}  {n.source}" for n in e.numbers]

@@ -9,10 +9,10 @@ from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.requirements import losses_of_heads
 from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.config.verbs import PRMVerbConfig, RMConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting, flat, set_by
-from lightrft.diagnostics.explain import Explanation, Line
-from lightrft.diagnostics.explain_supervised import general_settings, plain, trained
-from lightrft.diagnostics.step_workload import Forward, Role
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting, flat, set_by
+from lightrft.trainer.explanation.explain import Explanation, Line
+from lightrft.trainer.explanation.explain_supervised import general_settings, plain, trained
+from lightrft.trainer.explanation.step_workload import Forward, Role
 
 POOLING = {
     "last": "the state of the last token",

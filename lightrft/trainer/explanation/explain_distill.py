@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import DistillVerbConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting
-from lightrft.diagnostics.explain import Explanation, Line, symbol_of, with_router_loss
-from lightrft.diagnostics.step_workload import Forward, Role
 from lightrft.models.divergence.kinds import DIVERGENCES
 from lightrft.models.loading.adapter_base import adds_adapters, has_adapters
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting
+from lightrft.trainer.explanation.explain import Explanation, Line, symbol_of, with_router_loss
+from lightrft.trainer.explanation.step_workload import Forward, Role
 from lightrft.utils.registry import About
 
 GKD = "GKD, arXiv 2306.13649, algorithm 1"

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from lightrft import __version__
-from lightrft.config.base import dotted
+from lightrft.config.base import Settings, build, dotted
+from lightrft.config.data import DataConfig
 from lightrft.config.preference.presets import PREFERENCE_PAPERS
 from lightrft.config.presets import PAPERS
+from lightrft.config.verbs import BY_VERB, IterateConfig, TrainingConfig
+from lightrft.datasets.open_source import is_on_hub
 from lightrft.observability.trackers import read_rows
-from lightrft.utils.errors import ConfigError, first_line
+from lightrft.trainer.explanation.explain import formula_rows
+from lightrft.trainer.explanation.of_config import explained
+from lightrft.utils.errors import ConfigError, UserError, first_line
 from lightrft.utils.yaml_text import inline_yaml, parse_yaml
+
+log = logging.getLogger(__name__)
 
 CARD = "README.md"
 """Name of a model card."""
 OF_THIS_MACHINE = ("run", "log", "launch", "checkpoint", "strategy.device")
 """Settings that say nothing of the model, or name folders of the machine."""
+FOLDERS = re.compile(r"(?<![\w.:/~)}\]])/(?:[^\s/:'\"]+/)+")
+"""The folders of an absolute path in a text. Formulas divide by other than words with slashes."""
 
 
 class Hub:
@@ -82,7 +93,7 @@ def message_of(summary: Mapping[str, Any]) -> str:
 
 
 def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
-    """Return the model card of a run: base, method, data, settings and measured results.
+    """Return the model card of a run: base, data, method, hardware, settings and results.
 
     Folders of the machine are left out, and paths are cut to their last part.
 
@@ -90,22 +101,76 @@ def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
         run: The run folder.
         model: The folder of its model.
         summary: The content of ``summary.json``, or what is known of it during the run.
+
+    Raises:
+        ConfigError: ``config.yaml`` is of another version, and has other settings.
     """
-    config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-    verb, base = str(summary["verb"]), str(config["model"]["path"])
+    tree = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    verb, base = str(summary["verb"]), str(tree["model"]["path"])
+    config = build(IterateConfig if verb == "iterate" else BY_VERB[verb.split()[-1]], tree)
+    data = dict(_data_of(config))
     on_hub = "/" in base and not Path(base).expanduser().exists()
     own = model / CARD  # of adapters, and says how they are used
     adapters = own.read_text(encoding="utf-8").partition("\n---\n") if own.is_file() else None
     head = adapters[0].splitlines()[1:] if adapters else _fields(base, verb, on_hub=on_hub)
     shown = base if on_hub else PurePath(base).name
-    lines = ["---", *head, "---", "", f"# {config['run']['name']}", ""]
-    lines += [f"`{shown}`, trained by `lightrft {verb}` of LightRFT {__version__}.", ""]
+    lines = ["---", *head, *_datasets(data), "---", "", f"# {tree['run']['name']}", ""]
+    version = summary.get("environment", {}).get("lightrft", __version__)
+    lines += [f"`{shown}`, trained by `lightrft {verb}` of LightRFT {version}.", ""]
     if adapters:
         lines += [f"#{adapters[2].strip()}", ""]  # its title is that of a section here
-    lines += ["## Training", "", *_training(summary), "", *_results(run)]
-    lines += ["## Settings", "", "Those that differ from the defaults:", "", "```yaml"]
-    lines += [f"{name}: {inline_yaml(_shared(value))}" for name, value in _changed(summary)]
-    return "\n".join([*lines, "```", ""])
+    lines += ["## Training", "", *_training(summary), "", *_formulas(config), *_data(data)]
+    lines += [*_results(run), "## Settings", "", "Those that differ from the defaults:", ""]
+    settings = [f"{name}: {inline_yaml(_shared(value))}" for name, value in _changed(summary)]
+    return "\n".join([*lines, "```yaml", *settings, "```", ""])
+
+
+def _data_of(value: object, key: str = "") -> Iterator[tuple[str, DataConfig]]:
+    """Yield the sections of data with sources, by name."""
+    if isinstance(value, DataConfig):
+        if value.sources:
+            yield key, value
+    elif isinstance(value, Settings):
+        for name in type(value).model_fields:
+            yield from _data_of(getattr(value, name), f"{key}.{name}".lstrip("."))
+
+
+def _datasets(data: Mapping[str, DataConfig]) -> list[str]:
+    """Return the field of the card that names the data sets of the hub."""
+    sources = (source for section in data.values() for source in section.sources)
+    names = dict.fromkeys(source.path for source in sources if is_on_hub(source))
+    return ["datasets:", *(f"- {name}" for name in names)] if names else []
+
+
+def _data(data: Mapping[str, DataConfig]) -> Iterator[str]:
+    """Yield the names of the sources of each section. Of local files, the last part is shown."""
+    if not data:
+        return
+    yield from ("## Data", "")
+    for key, section in data.items():
+        shown = []
+        for source in section.sources:
+            name = f"`{source.name or _shared(source.path)}`"
+            if is_on_hub(source):
+                parts = {"subset": source.subset, "split": source.split}
+                told = ", ".join(f"{part} {value}" for part, value in parts.items() if value)
+                name = f"[{source.path}](https://huggingface.co/datasets/{source.path}) ({told})"
+            rows = "" if source.limit is None else f", the first {source.limit} rows"
+            shown.append(f"{name}{rows}")
+        yield f"* `{key}`: {'; '.join(shown)}"
+    yield ""
+
+
+def _formulas(config: TrainingConfig | IterateConfig) -> Iterator[str]:
+    """Yield the objective with its formulas and papers, as ``lightrft explain`` prints them."""
+    try:
+        rows = formula_rows(explained(config, {}))
+    except UserError as error:  # such as a function of the user that has gone
+        log.warning("the model card has no formulas: %s", first_line(error))
+        return
+    yield from ("## Objective", "", "```text")
+    yield from (FOLDERS.sub("", row) for row in rows)
+    yield from ("```", "")
 
 
 def _fields(base: str, verb: str, *, on_hub: bool) -> list[str]:
@@ -130,6 +195,13 @@ def _training(summary: Mapping[str, Any]) -> Iterator[str]:
             f"{seconds / 3600:.1f} hours" if is_long else f"{minutes} minute{'s' * (minutes > 1)}"
         )
         yield f"* time: {time}"
+    found = summary.get("environment", {})
+    if name := found.get("device"):
+        many = f", processes: {found['processes']}" if found["processes"] > 1 else ""
+        yield f"* hardware: {found['devices']} x {name}{many}"
+    for key, what in (("lightrft_commit", "commit of LightRFT"), ("code_commit", "commit of code")):
+        if commit := found.get(key):
+            yield f"* {what}: {commit}"
 
 
 def _results(run: Path) -> Iterator[str]:
@@ -163,10 +235,11 @@ def _changed(summary: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _shared(value: object) -> object:
-    """Return ``value`` with absolute paths cut to their last part."""
+    """Return ``value`` with absolute paths cut to their last part, also inside of texts."""
     if isinstance(value, dict):
         return {key: _shared(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_shared(one) for one in value]
-    is_path = isinstance(value, str) and PurePath(value).is_absolute()
-    return PurePath(str(value)).name if is_path else value
+    if not isinstance(value, str):
+        return value
+    return PurePath(value).name if PurePath(value).is_absolute() else FOLDERS.sub("", value)

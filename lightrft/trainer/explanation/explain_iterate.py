@@ -8,9 +8,9 @@ from dataclasses import replace
 from lightrft.config.read_by import read_by
 from lightrft.config.rollout import Keep, SelectConfig
 from lightrft.config.verbs import IterateConfig
-from lightrft.diagnostics.effective_settings import EffectiveSetting, set_by
-from lightrft.diagnostics.explain import Explanation, Line
-from lightrft.diagnostics.explain_supervised import explain_supervised
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting, set_by
+from lightrft.trainer.explanation.explain import Explanation, Line
+from lightrft.trainer.explanation.explain_supervised import explain_supervised
 from lightrft.trainer.pipelines.rounds import RoundPlan, check_iterate
 from lightrft.utils.registry import About
 

@@ -1,0 +1,95 @@
+"""Record the code and the hardware of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import torch
+
+import lightrft
+
+DISTRIBUTION = "lightrft-rl"
+GIT_SECONDS = 10.0
+"""Limit of a call of git, which may be slow on a shared file system."""
+
+
+def environment(device: torch.device, processes: int) -> dict[str, object]:
+    """Return the versions of the code, and the hardware of training.
+
+    Commits that are not known are left out: of a package that was installed from an index, or of a
+    working directory without a repository.
+
+    Args:
+        device: The device of this rank. The other ranks have one of the same kind.
+        processes: Number of ranks.
+    """
+    own = Path(lightrft.__file__).parent
+    is_tracked = _git(own, "ls-files", "--error-unmatch", "__init__.py") is not None
+    of_package = commit_of(own) if is_tracked else _installed_commit()
+    of_code = commit_of(Path.cwd())
+    commits = {
+        "lightrft_commit": of_package,
+        "code_commit": of_code if of_code != of_package else None,
+    }
+    return {
+        "lightrft": lightrft.__version__,
+        "torch": str(torch.__version__),
+        **{name: commit for name, commit in commits.items() if commit},
+        "device": device_name(device),
+        "devices": processes if device.type != "cpu" else 1,
+        "processes": processes,
+    }
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of the repository of ``folder``, or None without one.
+
+    A commit whose files have changed since is followed by ``with changes``.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with changes" if changes else commit
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of the processor."""
+    if device.type == "cpu":
+        with suppress(OSError):
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+            if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+                return found[1].strip()
+        return platform.processor() or platform.machine() or "cpu"
+    module = torch.get_device_module(device)
+    return (
+        str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    )
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Return what git prints about ``folder``, or None if it fails or is not installed."""
+    command = ["git", "-C", str(folder), *words]
+    settings = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        found = subprocess.run(
+            command, capture_output=True, check=True, env=settings, text=True, timeout=GIT_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return found.stdout.strip()
+
+
+def _installed_commit() -> str | None:
+    """Return the commit that pip has installed the package from, or None."""
+    with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
+        told = distribution(DISTRIBUTION).read_text("direct_url.json") or "{}"
+        return str(json.loads(told)["vcs_info"]["commit_id"])
+    return None
