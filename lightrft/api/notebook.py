@@ -28,12 +28,6 @@ WIDTH, HEIGHT = 340, 110
 """Size of a curve, in pixels."""
 
 
-def in_notebook() -> bool:
-    """Return True in the kernel of a notebook. IPython in a terminal is none."""
-    ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython(), "kernel") if ipython is not None else False
-
-
 class NotebookObserver(ProgressObserver):
     """An observer that shows a run in one output of a cell, and calls ``callbacks``.
 

@@ -17,6 +17,7 @@ from lightrft.distributed.process_group import first_rank
 from lightrft.observability.events import Callbacks, RunEvent
 from lightrft.observability.progress_bar import Progress
 from lightrft.utils.errors import ConfigError, UserError, first_line, without_overwrite
+from lightrft.utils.stop_signal import in_notebook
 
 ACCURACIES = {"heldout_before": " before training", "heldout_after": " after training"}
 """Entries of a summary that hold an accuracy, and the time of its measurement."""
@@ -76,9 +77,9 @@ def watching(
 
     In a notebook it is one output of the cell.
     """
-    from lightrft.api.notebook import in_notebook, watching_in_notebook
-
     if run.progress and in_notebook():
+        from lightrft.api.notebook import watching_in_notebook
+
         with watching_in_notebook(callbacks) as observer:
             yield observer
         return

@@ -183,9 +183,16 @@ class StopFlag:
         if self._interrupts > 1:
             raise KeyboardInterrupt
         if not self:
-            again = "Ctrl-C again" if interrupted else "Ctrl-C twice"
-            _say(f"{name}: stopping at the next safe point; {again} stops at once")
+            button = "the interrupt button" if in_notebook() else "Ctrl-C"
+            often = "again" if interrupted else "twice"
+            _say(f"{name}: stopping at the next safe point; {button} {often} stops at once")
         self.request(name)
+
+
+def in_notebook() -> bool:
+    """Return True in the kernel of a notebook. IPython in a terminal is none."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(ipython.get_ipython(), "kernel") if ipython is not None else False
 
 
 def _say(line: str) -> None:

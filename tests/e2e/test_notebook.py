@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.api.notebook import NotebookObserver, curve, in_notebook
+from lightrft.api.notebook import NotebookObserver, curve
 
 START = """
 import os
@@ -99,7 +99,3 @@ def test_a_curve_has_the_range_of_its_values_and_needs_two():
     assert "reward 0.25, from 0.25 to 0.5" in drawn and "steps 1 to 3" in drawn
     assert drawn.count(",") >= 2 and "inf" not in drawn
     assert curve("reward", [(1, 0.5)]) == ""
-
-
-def test_a_program_outside_a_kernel_is_no_notebook():
-    assert not in_notebook()

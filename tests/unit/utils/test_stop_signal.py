@@ -5,10 +5,17 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
-from lightrft.utils.stop_signal import TERMINATING, StopFlag, Terminated, raise_at_termination
+from lightrft.utils.stop_signal import (
+    TERMINATING,
+    StopFlag,
+    Terminated,
+    in_notebook,
+    raise_at_termination,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +227,25 @@ def test_a_signal_ends_the_program_as_itself_where_a_library_raises_an_error_in_
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
     with pytest.raises(ModuleNotFoundError), raise_at_termination():
         raise ModuleNotFoundError("an error without a signal stays what it is")
+
+
+@pytest.mark.parametrize(
+    ("shell", "told"),
+    [
+        (None, "Ctrl-C again stops at once"),
+        (SimpleNamespace(), "Ctrl-C again stops at once"),  # IPython in a terminal
+        (SimpleNamespace(kernel="ipykernel"), "the interrupt button again stops at once"),
+    ],
+)
+def test_an_interrupt_names_the_button_in_a_notebook_and_the_keys_in_a_terminal(
+    monkeypatch, capfd, shell, told
+):
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    with StopFlag():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert f"SIGINT: stopping at the next safe point; {told}" in capfd.readouterr().err
+
+
+def test_a_program_outside_a_kernel_is_no_notebook():
+    assert not in_notebook()
