@@ -537,6 +537,9 @@ class IterateConfig(HeldOutSettings):
     """Engine that generates responses."""
     strategy: StrategyConfig = StrategyConfig()
     """Device of the run."""
+    hub: HubConfig = HubConfig()
+    """Hugging Face Hub. Each round pushes its model at its end, so that the newest commit has the
+    last round. ``push_every`` counts the steps of a round."""
     sft: SFTConfig | None = None
     """Training by ``lightrft sft``: its settings except those above, which each round sets.
     ``null`` for all three takes ``sft``."""

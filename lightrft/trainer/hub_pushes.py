@@ -25,6 +25,20 @@ FOLDER = "hub"
 """Folder in the run folder of a model that is being pushed."""
 
 
+def reached(settings: HubConfig) -> Hub | None:
+    """Return the repository that ``settings`` name, or None if they name none.
+
+    Raises ``ConfigError`` if the hub refuses the repository, or cannot be reached.
+    """
+    if not settings.repo:
+        return None
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # they would break the line of the run
+    asked = f"hub.repo = {settings.repo!r}"
+    return Hub(settings.repo, private=settings.private, asked=asked)
+
+
 class HubPushes:
     """Pushes the models of a run. A thread uploads them, one after the other.
 
@@ -46,12 +60,8 @@ class HubPushes:
         self._hub: Hub | None = None
 
         def reach() -> None:
-            if settings.repo and session.ranks.rank == 0:
-                from huggingface_hub.utils import disable_progress_bars
-
-                disable_progress_bars()  # they would break the line of the run
-                asked = f"hub.repo = {settings.repo!r}"
-                self._hub = Hub(settings.repo, private=settings.private, asked=asked)
+            if session.ranks.rank == 0:
+                self._hub = reached(settings)
 
         run_on_all_ranks(session.ranks, reach)
 

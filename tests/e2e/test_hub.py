@@ -262,3 +262,38 @@ def test_two_processes_push_what_they_trained_together_once(hub, tmp_path, kind)
     assert hub.messages == [f"Model of step {step}" for step in (2, 4, 5)] and len(hub.made) == 1
     assert hub.files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
     assert not (run.path / "hub").exists()
+
+
+def rounds_of(folder: Path, **over: Any) -> lightrft.Run:
+    tokenizer = tiny_tokenizer()
+    return lightrft.iterate(
+        model=(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer),
+        data=ROWS,
+        rewards=[length],
+        rounds=2,
+        samples=2,
+        sampling={"max_new_tokens": 4},
+        run={"dir": str(folder), "name": "rounds", "threads": 1, "progress": False},
+        **{"sft": {"batch_size": 4}, **over},
+    )
+
+
+def test_each_round_of_iterate_pushes_its_model_and_the_last_one_is_the_newest(hub, tmp_path):
+    run = rounds_of(tmp_path, hub={"repo": "me/it"})
+    assert len(hub.messages) == 2 and run.summary["hub"].endswith("/me/it")
+    assert hub.files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
+    run.push_to_hub("me/it")
+    card = hub.files["README.md"].decode()
+    assert "trained by `lightrft iterate`" in card and "* hardware: 1 x " in card
+    assert "in each round, minimise  L" in card and str(tmp_path) not in card
+
+
+def test_iterate_refuses_a_hub_of_its_training_and_asks_the_hub_before_it_generates(
+    hub, tmp_path, monkeypatch
+):
+    with pytest.raises(ConfigError, match=r"sft.hub changes nothing.*set hub at the top"):
+        rounds_of(tmp_path, sft={"batch_size": 4, "hub": {"repo": "me/it"}})
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(ConfigError, match=r"hub.repo = 'me/it': .*hf auth login"):
+        rounds_of(tmp_path, hub={"repo": "me/it"})
+    assert not (tmp_path / "rounds").exists()

@@ -17,6 +17,7 @@ from lightrft.observability.events import EvalEvent, RunEvent
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import RunDirectory, check_same_settings
 from lightrft.observability.trackers import Row, Summary
+from lightrft.trainer.hub_pushes import reached
 from lightrft.trainer.pipelines.generate import run_generate
 from lightrft.trainer.pipelines.rounds import RoundPlan, check_iterate
 from lightrft.trainer.pipelines.training_rows import summary_of
@@ -45,6 +46,7 @@ MAY_DIFFER = (
     "reward.workers",
     "select",
     "eval",
+    "hub",
     "sft",
     "dpo",
     "kto",
@@ -55,7 +57,18 @@ Those of the selection may differ until the first rows are written, and those of
 first training has begun. ``generate_rows`` and ``train`` refuse other ones later.
 """
 
-FINISHED_MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "eval", "reward")
+MEASURED = (
+    "heldout_before",
+    "heldout_after",
+    "pair_accuracy",
+    "seconds",
+    "model",
+    "hub",
+    "hub_failed",
+)
+"""Fields of the summary of a training that the entry of its round has."""
+
+FINISHED_MAY_DIFFER = ("run", "checkpoint", "hub", "log", "engine", "strategy", "eval", "reward")
 """Settings that may differ from those of a training that is complete."""
 
 
@@ -106,6 +119,8 @@ def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summ
         ConfigError: the settings cannot work, or the folder has a run with others.
     """
     check_iterate(config)
+    if finished_summary(RoundPlan(config, config.rounds).run) is None:
+        reached(config.hub)  # before the first generation: a hub may refuse
     observer = observer or NullObserver()
     path = config.run.folder
     folder = RunDirectory.open(
@@ -209,8 +224,7 @@ def result_of(part: RoundPlan, counts: dict[str, Any], trained: Summary) -> dict
         counts: numbers of its generation.
         trained: summary of its training.
     """
-    kept = ("heldout_before", "heldout_after", "pair_accuracy", "seconds", "model")
-    measured = {name: trained[name] for name in kept if name in trained}
+    measured = {name: trained[name] for name in MEASURED if name in trained}
     return {
         "round": part.number,
         **counts,
@@ -261,8 +275,9 @@ def sum_up(config: IterateConfig, results: list[dict[str, Any]], seconds: float)
     measured = {}
     if "heldout_before" in first:
         measured["heldout_before"] = first["heldout_before"]
-    if "heldout_after" in last:
-        measured["heldout_after"] = last["heldout_after"]
+    for name in ("heldout_after", "hub", "hub_failed"):
+        if name in last:
+            measured[name] = last[name]
     return {
         "verb": PHASE,
         "finished": True,

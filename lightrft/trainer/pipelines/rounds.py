@@ -35,7 +35,7 @@ TRAINED_BY = {
 }
 """Verbs that train on the rows of each value of ``select.keep``."""
 
-SET_BY_ROUND = ("run", "model", "reward", "engine", "strategy", "launch", "eval")
+SET_BY_ROUND = ("run", "model", "reward", "engine", "strategy", "launch", "eval", "hub")
 """Sections of a training that the rounds set."""
 
 
@@ -128,6 +128,7 @@ class RoundPlan:
             "reward": config.reward if evaluates else RewardConfig(),
             "engine": config.engine,
             "strategy": config.strategy,
+            "hub": config.hub,
         }
         moved = self.number > 1 and config.train_from == "previous"
         if config.reference == "start" and moved:
