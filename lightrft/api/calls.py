@@ -81,7 +81,7 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     if verb in TRAINED:
         cls, function = TRAINED[verb]
         config = plain_settings(read(cls, configs, settings))
-        return _trained(verb.removeprefix("grm-"), function, config, callbacks)
+        return _trained(verb, function, config, callbacks)
     others = {**ONE_PROCESS, **SERVING}
     if verb not in others:
         hint = did_you_mean(verb, {**TRAINED, **others})
@@ -243,6 +243,7 @@ def is_elsewhere(config: TrainingConfig) -> bool:
 
 def _in_processes(verb: str, config: TrainingConfig) -> bool:
     """Train in processes of torchrun if the settings say so. Return False if they do not."""
+    verb, *method = verb.split("-")  # grm-sft is two words of the command line
     if not is_elsewhere(config) or config.launch.kind == "ray":
         return started(verb, [], config) is not None
     text = to_yaml(config)
@@ -250,7 +251,7 @@ def _in_processes(verb: str, config: TrainingConfig) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}.yaml"
     write_atomic(file, text, private=True)
-    status = started(verb, [str(file.absolute())], config)
+    status = started(verb, [*method, str(file.absolute())], config)
     if status is None:
         return False
     # A run that was stopped by a signal has 128 and its number, and can be resumed.

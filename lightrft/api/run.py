@@ -102,7 +102,7 @@ class Run:
 
     @property
     def verb(self) -> str:
-        """The verb of the run."""
+        """The verb of the run, such as ``sft`` or ``grm sft``."""
         return str(self.summary.get("verb") or self.metrics["phase"].iloc[-1])
 
     @property
@@ -238,7 +238,7 @@ class Run:
         from lightrft.api.calls import call
 
         resumed = {"run.resume": "auto", "run.overwrite": False}
-        return call(self.verb, self.config, resumed, **settings)
+        return call(self.verb.replace(" ", "-"), self.config, resumed, **settings)
 
     def __repr__(self) -> str:
         run = build(RunConfig, self.config["run"])

@@ -282,6 +282,9 @@ ENCODING = ("media", "chat_template_options", "special_tokens", "apply_chat_temp
 class HeldOutSettings(Settings):
     """Settings with data to learn from, and held-out data that inherit what they do not set."""
 
+    is_judge: ClassVar[bool] = False
+    """True for settings of another verb that ``lightrft grm`` trains by."""
+
     @model_validator(mode="before")
     @classmethod
     def _inherit_data(cls, tree: object) -> object:

@@ -308,15 +308,29 @@ class JudgeTrainingConfig(Settings):
         return self.judgement.model_copy(update={"order": "both"})
 
 
+class JudgedSFTConfig(SFTConfig):
+    """The settings of ``lightrft sft`` that ``lightrft grm sft`` trains by."""
+
+    is_judge: ClassVar[bool] = True
+    """True for settings of another verb that ``lightrft grm`` trains by."""
+
+
 class JudgeSFTConfig(JudgeTrainingConfig, SFTConfig):
     """The settings of ``lightrft grm sft``: supervised training on judgements."""
 
     data: SFTDataConfig = SFTDataConfig()
     """Rows of responses, with a judgement or with labels."""
 
-    def plain(self) -> SFTConfig:
+    def plain(self) -> JudgedSFTConfig:
         """Return the settings of ``lightrft sft`` that train the same."""
-        return SFTConfig.model_validate(judged_tree(self))
+        return JudgedSFTConfig.model_validate(judged_tree(self))
+
+
+class JudgedRLConfig(RLConfig):
+    """The settings of ``lightrft rl`` that ``lightrft grm rl`` trains by."""
+
+    is_judge: ClassVar[bool] = True
+    """True for settings of another verb that ``lightrft grm`` trains by."""
 
 
 class JudgeRLConfig(JudgeTrainingConfig, RLConfig):
@@ -325,9 +339,16 @@ class JudgeRLConfig(JudgeTrainingConfig, RLConfig):
     data: DataConfig = DataConfig()
     """Rows of responses, with labels."""
 
-    def plain(self) -> RLConfig:
+    def plain(self) -> JudgedRLConfig:
         """Return the settings of ``lightrft rl`` that train the same."""
-        return RLConfig.model_validate(judged_tree(self))
+        return JudgedRLConfig.model_validate(judged_tree(self))
+
+
+class JudgedDPOConfig(DPOConfig):
+    """The settings of ``lightrft dpo`` that ``lightrft grm dpo`` trains by."""
+
+    is_judge: ClassVar[bool] = True
+    """True for settings of another verb that ``lightrft grm`` trains by."""
 
 
 class JudgeDPOConfig(JudgeTrainingConfig, DPOConfig):
@@ -336,9 +357,9 @@ class JudgeDPOConfig(JudgeTrainingConfig, DPOConfig):
     data: PreferenceDataConfig = PreferenceDataConfig()
     """Rows of responses, with preferred and rejected judgements or with labels."""
 
-    def plain(self) -> DPOConfig:
+    def plain(self) -> JudgedDPOConfig:
         """Return the settings of ``lightrft dpo`` that train the same."""
-        return DPOConfig.model_validate(judged_tree(self))
+        return JudgedDPOConfig.model_validate(judged_tree(self))
 
 
 def judged_tree(config: JudgeTrainingConfig) -> dict[str, Any]:

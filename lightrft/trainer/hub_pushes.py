@@ -79,7 +79,7 @@ class HubPushes:
         folder = self._session.path / FOLDER
         write(folder)
         if self._hub is not None:
-            known: Summary = {"verb": self._session.phase, "steps": step}
+            known: Summary = {"verb": self._session.verb, "steps": step}
             known["seconds"] = self._session.seconds
             known["environment"] = self._session.environment
             known["changed"] = self._session.folder.changed

@@ -130,9 +130,15 @@ class RunSession:
     originals: dict[str, Any] = field(default_factory=dict)
     hub: HubPushes | None = None
     environment: Mapping[str, object] = field(default_factory=dict)
+    is_judge: bool = False
     _saved_time: float = field(default_factory=_now)
     _tried_time: float = field(default_factory=_now)
     _first_step: int = 0
+
+    @property
+    def verb(self) -> str:
+        """The verb as it is typed, such as ``grm sft`` for the phase ``sft``."""
+        return f"grm {self.phase}" if self.is_judge else self.phase
 
     @property
     def path(self) -> Path:
@@ -432,7 +438,7 @@ def close_session(
         session.folder.write_samples(before, after)
     seconds, steps = session.at_risk
     summary: Summary = {
-        "verb": session.phase,
+        "verb": session.verb,
         "steps": step,
         "seconds": session.seconds,
         **about,
@@ -527,6 +533,7 @@ def open_session(
             stop,
             ranks=ranks,
             peak_tflops=logs.peak_tflops,
+            is_judge=config.is_judge,
         )
         try:
             yield session

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+import lightrft
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import JudgeRLConfig, RLConfig
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.observability.trackers import read_rows
+from lightrft.trainer.model_card import model_card
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.http_client import server_client
 from tests import warm
@@ -85,6 +87,16 @@ def test_two_processes_and_a_resumed_run_end_as_one_run_does(place, tmp_path, me
     check_equal(grm(tree, method, "two", "launch.processes=2", "strategy.kind=fsdp2"), one)
     where = "update" if method == "rl" else "checkpoint publishing"
     assert_a_kill_changes_nothing(tree, f"grm {method}", where, 2, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["sft", "rl", "dpo"])
+def test_a_run_of_grm_says_its_verb_as_typed_and_resumes_as_that(place, tmp_path, method):
+    run = lightrft.grm(method, tree_of(place, tmp_path, method), on_step=lambda step: step.stop())
+    assert run.summary["steps"] == 1 and run.verb == run.summary["verb"] == f"grm {method}"
+    resumed = run.resume()
+    assert resumed.summary["steps"] == 2 and resumed.summary["verb"] == f"grm {method}"
+    assert set(resumed.metrics["phase"].dropna()) == {method}
+    assert f"trained by `lightrft grm {method}`" in model_card(run.path, run.model, run.summary)
 
 
 @pytest.mark.parametrize("kind", ["image", "audio"])

@@ -274,7 +274,7 @@ def rounds_of(folder: Path, **over: Any) -> lightrft.Run:
         samples=2,
         sampling={"max_new_tokens": 4},
         run={"dir": str(folder), "name": "rounds", "threads": 1, "progress": False},
-        **{"sft": {"batch_size": 4}, **over},
+        **{"sft": {"batch_size": 4}, "select.keep_truncated": True, **over},
     )
 
 
