@@ -645,6 +645,7 @@ def iterate(
     eval: Data = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
     sft: SFTConfig | Mapping[str, Any] | None = ...,
     dpo: DPOConfig | Mapping[str, Any] | None = ...,
     kto: KTOConfig | Mapping[str, Any] | None = ...,
@@ -683,6 +684,8 @@ def iterate(
         eval: Evaluation on the eval set, before the first round and at the end of each.
         engine: Engine that generates responses.
         strategy: Device of the run.
+        hub: Hugging Face Hub. Each round pushes its model at its end, so that the newest commit has
+            the last round. `push_every` counts the steps of a round.
         sft: Training by `lightrft sft`: its settings except those above, which each round sets.
             `null` for all three takes `sft`.
         dpo: Training by `lightrft dpo`.
