@@ -29,7 +29,7 @@ from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, Compon
 from lightrft.api.calls import TRAINED, signed
 from lightrft.config import demo, model, verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
-from lightrft.config.config_tools import ImportConfig, ShowConfig
+from lightrft.config.config_tools import CompareConfig, ImportConfig, ShowConfig
 from lightrft.config.generation import serving
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
@@ -75,7 +75,7 @@ VERBS: dict[str, type[Settings]] = {
     "iterate": verbs.IterateConfig,
     "eval": verbs.EvaluateConfig,
     "eval-rm": verbs.EvalRMConfig,
-    "compare": verbs.CompareConfig,
+    "compare": CompareConfig,
     "generate": verbs.GenerateConfig,
     "label-steps": verbs.LabelStepsConfig,
     "chat": verbs.ChatConfig,

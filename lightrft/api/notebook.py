@@ -49,7 +49,13 @@ class NotebookObserver(ProgressObserver):
         self._warnings: deque[str] = deque(maxlen=WARNINGS)
 
     def begin(self, title: str, total: int, done: int) -> None:
-        """Start a phase, with new curves."""
+        """Start a phase, with new curves.
+
+        Args:
+            title: Name of the phase.
+            total: Number of its steps.
+            done: Number of steps that are already complete.
+        """
         super().begin(title, total, done)
         self._title = title
         self._points.clear()

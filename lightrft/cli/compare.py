@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightrft.cli.arguments import is_word, settings_of
 from lightrft.cli.report import folder_of
-from lightrft.config.verbs import CompareConfig
+from lightrft.config.config_tools import CompareConfig
 from lightrft.utils.atomic_files import disk_errors, write_json
 from lightrft.utils.errors import ConfigError
 

@@ -11,13 +11,13 @@ from lightrft.cli.main import VERBS
 from lightrft.cli.settings import classes
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings, branch_of
-from lightrft.config.config_tools import ShowConfig
+from lightrft.config.config_tools import CompareConfig, ShowConfig
 from lightrft.config.demo import DemoConfig
 from lightrft.config.engine import KINDS, EngineConfig
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import ChatConfig, CompareConfig, DoctorConfig
+from lightrft.config.verbs import ChatConfig, DoctorConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 from lightrft.utils.yaml_text import inline_yaml
 

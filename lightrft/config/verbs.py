@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Names, Settings, build, deep_merge, is_branch
+from lightrft.config.base import Settings, build, deep_merge, is_branch
 from lightrft.config.data import (
     ENCODING,
     DataConfig,
@@ -664,46 +664,6 @@ class ExportConfig(Settings):
     """Folder or name of the start model. Set it when that has moved since the run."""
     overwrite: bool = False
     """Replace ``output`` if it is a model folder."""
-
-
-class SavedEvalConfig(Settings):
-    """A saved evaluation."""
-
-    paths: ClassVar[tuple[str, ...]] = ("path",)
-    """The settings of this section that are paths."""
-    shorthand: ClassVar[str | None] = "path"
-    """The setting that a bare string or number stands for."""
-    path: str = ""
-    """Run folder of ``lightrft eval`` or of a run with evaluations, or a file ``eval_*.jsonl`` of
-    its ``rollouts/``."""
-    step: int | None = Field(None, ge=0)
-    """Step of the evaluation; ``null`` takes the last one."""
-
-
-class CompareConfig(Settings):
-    """The settings of ``lightrft compare``: two evaluations of the same prompts. ``baseline`` and
-    ``candidate`` may stand without their keys, in this order."""
-
-    baseline: SavedEvalConfig = SavedEvalConfig()
-    """Evaluation to compare with."""
-    candidate: SavedEvalConfig = SavedEvalConfig()
-    """Evaluation that may be better or worse."""
-    prompts: Literal["equal", "common"] = "equal"
-    """``equal`` refuses evaluations of different prompts. ``common`` compares the prompts that both
-    have."""
-    success: Names = ()
-    """Names of the terms that say if a response is right, as in ``reward.success``. Empty takes
-    those of each run."""
-    threshold: float | None = None
-    """Value of that term that a response must reach to count as right; ``null`` takes
-    ``eval.threshold`` of each run."""
-    confidence: float = Field(0.95, gt=0, lt=1)
-    """Coverage of the intervals. A p-value above 1 minus this number is within noise."""
-    show: int = Field(3, ge=0)
-    """Number of prompts to print that became wrong, and that became right."""
-    output: str | None = None
-    """JSON file for the result and all prompts whose score changed. An existing file is replaced.
-    ``null`` writes none."""
 
 
 class DoctorConfig(Settings):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.verbs import CompareConfig
+from lightrft.config.config_tools import CompareConfig
 from lightrft.diagnostics.comparison.saved_evaluation import (
     Key,
     SavedEvaluation,

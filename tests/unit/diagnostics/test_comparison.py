@@ -12,7 +12,7 @@ import yaml
 
 from lightrft.cli.compare import named
 from lightrft.config.base import build
-from lightrft.config.verbs import CompareConfig
+from lightrft.config.config_tools import CompareConfig
 from lightrft.diagnostics.comparison.compare import EvalComparison, run_compare
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.atomic_files import json_line
