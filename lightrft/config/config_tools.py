@@ -1,4 +1,4 @@
-"""The settings of commands that read configs or results: ``data``, ``import-config``, ``compare``."""
+"""The settings of commands that read configs or results: data, import-config and compare."""
 
 from __future__ import annotations
 
