@@ -24,8 +24,10 @@ WIDTH = 80
 KNOWN = re.compile(r"((?:[Kk]nown|looked for)(?: [a-z ]+:|:| )(?:[^,;)\n]+, ){3})[^;)\n]*")
 """A list of names, of which the page shows three."""
 PACKAGE_LINE = re.compile(r'(File "lightrft/[^"]+"), line \d+')
-VARYING = re.compile(r"\([^()]*\)|(?<=response )'[^']*'|^[\s^~]+$", re.M)
-"""Parts that depend on the machine or on other packages: words in brackets, sampled responses."""
+HALTED = re.compile(r"import of (\w+) halted; None in sys.modules")
+"""What the import of a package says that the test hides."""
+VARYING = re.compile(r"\([^()]*\)|[\d.]+ [KMGT]iB|(?<=response )'[^']*'|^[\s^~]+$", re.M)
+"""Parts that depend on the machine or on other packages: words in brackets, sizes, responses."""
 WORD = re.compile(r"(?:[^\s']|'[^']*')+")
 ABOUT = {
     "Settings": "A name that no verb has is answered with the nearest name, or with the name here "
@@ -58,10 +60,12 @@ def answer(mistake: Mistake, said: str, folder: Path) -> str:
     """
     for path in (folder, ROOT):
         said = said.replace(f"{path}/", "").replace(str(path), ".")
-    said = PACKAGE_LINE.sub(r"\1", KNOWN.sub(r"\1...", said))
+    said = HALTED.sub(r"No module named '\1'", PACKAGE_LINE.sub(r"\1", KNOWN.sub(r"\1...", said)))
     parts, lines = mistake.said.split(" | "), said.splitlines()
     last = max((k for k, line in enumerate(lines) if line.startswith("lightrft")), default=0)
     about = [line for line in lines if any(part in line for part in parts)]
+    if mistake.typed.startswith("doctor"):  # a line for each thing that it looked at
+        return "\n".join(about).strip()
     if mistake.status == 0:
         return "\n".join(line for line in about[:1] if line.startswith("WARNING"))
     before = about[:1] if about and about[0] not in lines[last:] else []

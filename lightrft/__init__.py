@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lightrft.utils.public_names import install
@@ -45,13 +46,30 @@ def __getattr__(name: str) -> Any:
 
         return signed(name)
     if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = "" if name.startswith("_") else _hint(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     from importlib import metadata
 
     try:
         return metadata.version("lightrft-rl")
     except metadata.PackageNotFoundError:  # running from a source tree that is not installed
         return "0+source"
+
+
+def _hint(name: str) -> str:
+    """Return the function here for a class of another framework, as ``GRPOTrainer``, or ""."""
+    from lightrft.cli.main import verb_hint
+
+    word = name.removesuffix("Config").removesuffix("Trainer")
+    hint = verb_hint(word.lower()).replace("lightrft ", "lightrft.").replace("'", "")
+    call = re.sub(r"mean (?:lightrft\.)?([\w-]+)(?: (\w+)=([^?]+))?\?", _as_call, hint)
+    return call if "(" in call else ""
+
+
+def _as_call(found: re.Match[str]) -> str:
+    verb, setting, value = found.groups()
+    others = f', {setting}="{value}"' if setting else ""
+    return f"mean lightrft.{verb.replace('-', '_')}(model=..., data=...{others})?"
 
 
 def __dir__() -> list[str]:

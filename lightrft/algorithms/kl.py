@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from lightrft.algorithms.token_ops import clamp_log_ratio
 from lightrft.config.algorithm import EntropyConfig, KLConfig
 from lightrft.utils.lazy_imports import Tensor, torch
-from lightrft.utils.registry import Registry
+from lightrft.utils.registry import Registry, other_names
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
-KL_ESTIMATORS: Registry[Estimator] = Registry("KL estimator")
+KL_ESTIMATORS: Registry[Estimator] = Registry(
+    "KL estimator", other_names({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
+)
 
 
 @KL_ESTIMATORS.register(

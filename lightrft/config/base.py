@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lightrft.config.misread_values import is_text, misread
-from lightrft.config.other_names.lookup import NO_COUNTERPART, answer
+from lightrft.config.other_names.lookup import NO_COUNTERPART, answer, meant
 from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.config.texts.field_descriptions import descriptions_in
@@ -504,7 +504,7 @@ def _explain(cls: type[Settings], error: ErrorDetails, sources: Mapping[str, str
     # A message of our own names the value. An environment may hold secrets.
     if error["type"] in {"missing", "value_error"} or "environment" in path:
         given = ""
-    return f"{name or 'config'}{given}{where}: {_reason(cls, error, place)}"
+    return f"{name or 'config'}{given}{where}: {_reason(cls, error, place)}{meant(name, error)}"
 
 
 def _place(cls: type[Settings], error: ErrorDetails) -> list[int | str]:
@@ -536,8 +536,7 @@ def _reason(cls: type[Settings], error: ErrorDetails, place: Sequence[int | str]
     if kind in _NO_BRANCH:
         return _section(cls, [part for part in place if isinstance(part, str)])
     message = _IN_WORDS.get(kind, error["msg"].removeprefix("Value error, "))
-    if kind == "string_type" and isinstance(value, bool):
-        # The word is read as a flag. Text that may be null is turned on by giving it.
+    if kind == "string_type" and isinstance(value, bool):  # text that may be null turns it on
         message += f", not {str(value).lower()}" + _described(cls, place)
         setting = _field(cls, list(map(str, place)))
         if setting is not None and types.NoneType in typing.get_args(setting.annotation):
@@ -570,6 +569,7 @@ values, and the values that mean something else, such as 0 for no limit."""
 _IN_WORDS = {
     **dict.fromkeys(("tuple_type", "list_type"), "Input should be a list, as in [a, b]"),
     "dict_type": "Input should be a table, as in {a: 1}",
+    "bool_parsing": "Input should be true or false",
 }
 """Errors of pydantic that name types of Python, in words of YAML."""
 

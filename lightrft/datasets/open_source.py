@@ -223,7 +223,10 @@ def _from_file(
         table = _load(path.suffix[1:], str(path), data_files=[str(path)], split="train")
         return TableRows(table, str(path))
     packed = f"{', '.join(OPENERS)} behind a text file's name"
-    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({packed})")
+    raise DataError(
+        f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({packed}); write its rows as "
+        ".jsonl, one JSON object a line"
+    )
 
 
 def _from_json(
@@ -243,7 +246,9 @@ def _from_json(
         items = parse_json(path.read_bytes() if text is None else text)
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at column {error.colno}"
-        raise DataError(f"{path}, line {error.lineno}: not JSON: {problem}") from None
+        raise DataError(
+            f"{path}, line {error.lineno}: not JSON: {problem}. Mend that place of the file"
+        ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     except ValueError as error:

@@ -522,9 +522,12 @@ def _is_message(value: object) -> bool:
 
 def no_prompt(row: Row, where: str) -> MalformedRow:
     """Return the error of a row without a usual column of a prompt."""
+    way_out = "Name the column in data.columns.prompt"
+    if list(row) == ["text"]:
+        way_out = "Split the text into the columns prompt and completion"
     return MalformedRow(
         f"{where}: no column with a prompt (looked for {', '.join(PROMPTS)}); "
-        f"the row has: {', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
+        f"the row has: {', '.join(row) or 'nothing'}. {way_out}"
     )
 
 

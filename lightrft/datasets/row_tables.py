@@ -420,6 +420,11 @@ class Csv(InMemoryRows):
         doubled = sorted(name for name, count in Counter(names).items() if count > 1)
         if doubled:
             raise DataError(f"{path}, line 1: the header names {', '.join(doubled)} twice")
+        if len(names) == 1 and (found := re.search(r"[;\t|]", names[0])):
+            raise DataError(
+                f"{path}, line 1: the header is one column, {names[0]!r}; separate columns by "
+                f"commas, not by {found[0]!r}"
+            )
         return used, names
 
 

@@ -18,7 +18,7 @@ from lightrft.config.data import DataConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.conversations.prefix_check import check_template, prefix_error
 from lightrft.datasets.media.items import marks
-from lightrft.datasets.row_parser import Message, ParsedRow
+from lightrft.datasets.row_parser import CONVERSATIONS, Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
 
 _log = logging.getLogger(__name__)
@@ -396,10 +396,23 @@ class TurnEncoder:
         return [*ids, *self.encoder.encode([longer[len(shorter) :]])[0]]
 
 
+RESPONSES = ("response", "completion", "output", "answer")
+"""Usual columns of a response."""
+
+
 def no_answer(record: ParsedRow) -> MalformedRow:
     """Return the error for a record without a response to train on."""
     have = ", ".join(record.row)
-    problem = f"{record.where}: no response to learn from; the row has: {have}."
+    empty = [key for key in RESPONSES if key in record.row and not record.row[key]]
+    for key in CONVERSATIONS:
+        last = talk[-1] if isinstance(talk := record.row.get(key), list) and talk else None
+        if isinstance(last, dict) and not (last.get("content") or last.get("value")):
+            empty.append(f"the last of {key}")
+    problem = f"{record.where}: no response to learn from; "
+    if empty:
+        problem += f"empty: {', '.join(empty)}"
+        return MalformedRow(f"{problem}. Mend the row, or set data.bad_rows: skip")
+    problem += f"the row has: {have}."
     way_out = "Name its column in data.columns.response"
     if "chosen" in record.row:
         way_out += ", or learn from chosen and rejected by lightrft dpo"

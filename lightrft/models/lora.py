@@ -92,6 +92,9 @@ def add_adapters(
                 f"model.lora.targets = {config.targets!r} gives these modules adapters too; name "
                 "other layers in model.lora.targets, such as [q_proj, v_proj]"
             ) from None
+        if isinstance(targets, str) and "not found" in problem:
+            names = [name for name, _ in model.named_modules() if name]
+            raise _no_end(f"model.lora.targets = {targets!r}", targets, names) from None
         raise ModelError(f"model.lora.targets = {config.targets!r}: {problem}") from None
     for name, module in saved_modules(adapted):
         if any(hasattr(inner, "lora_A") for inner in module.modules()):
@@ -212,8 +215,14 @@ def check_targets(model: nn.Module, config: LoRAConfig) -> None:
 def _no_end(given: str, ending: str, modules: Iterable[str]) -> ModelError:
     """Return the error for a name that is the end of no name in ``modules``."""
     modules = set(modules)
-    ends = {name.rpartition(".")[2] for name in modules} | modules
-    hint = did_you_mean(ending, sorted(name for name in ends if not name.isdigit()))
+    leaves = modules - {name.rpartition(".")[0] for name in modules}
+    ends = {name.rpartition(".")[2] for name in leaves} | modules
+    known = sorted(name for name in ends if not name.isdigit())
+    hint = did_you_mean(ending, known)
+    if given.startswith("model.lora.targets"):
+        layers = ", ".join(name for name in known if "." not in name and name.endswith("_proj"))
+        every = f"; name layers, such as [{layers}], or give all-linear"
+        hint = "; did you mean 'all-linear'?" if ending == "all" else hint or every
     return ModelError(f"{given}: {ending!r} is the end of no module's name{hint}")
 
 

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lightrft.utils.errors import ConfigError, RewardError
-from lightrft.utils.registry import Registry
+from lightrft.utils.registry import Registry, other_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-REWARDS: Registry[Callable[..., Any]] = Registry("reward")
+CONTRACT = "def reward(r): return score(r.text, r.prompt.label)"
+"""A function that fits, for messages."""
+
+OTHER_NAMES = {
+    **dict.fromkeys(("accuracy", "accuracy_reward", "gsm8k", "math_verify"), "math"),
+    **dict.fromkeys(("format_reward", "think_format_reward"), "format"),
+}
+"""Names of rewards in other frameworks, and the nearest one here."""
+
+REWARDS: Registry[Callable[..., Any]] = Registry("reward", other_names(OTHER_NAMES))
 """Registry of reward functions: ``reward(rollout, **options) -> float | {term: float}``.
 
 A dict names its reward ``reward`` or ``score``. Its other values are only reported.
@@ -86,7 +95,8 @@ def load_reward(name: str, options: Mapping[str, object]) -> Reward:
         raise RewardError(str(error)) from None
     if not callable(function) or inspect.isclass(function):
         kind = type(function).__name__
-        raise RewardError(f"reward {name!r} is {kind}, not a function of a rollout")
+        way_out = f"write {CONTRACT}" if kind != "type" else "name an instance of the class"
+        raise RewardError(f"reward {name!r} is {kind}, not a function of a rollout; {way_out}")
     try:
         signature = inspect.signature(function)
     except ValueError as error:
@@ -133,9 +143,8 @@ def _refuse_foreign(name: str, signature: inspect.Signature, options: Mapping[st
         if parameter in needed - options.keys():
             raise RewardError(
                 f"reward {name!r} has the parameter {parameter!r} of rewards of {framework}; here "
-                "a function gets one rollout and returns a number: def reward(r): return "
-                "score(r.text, r.prompt.label). The other columns of the row are in "
-                "r.prompt.columns (docs/tutorials/own-reward.md)"
+                f"a function gets one rollout and returns a number: {CONTRACT}. The other columns "
+                "of the row are in r.prompt.columns (docs/tutorials/own-reward.md)"
             )
 
 

@@ -76,7 +76,10 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DamagedError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+        inner = sorted(folder.glob("checkpoints/*"))
+        hint = f"; did you mean {inner[-1]}?" if inner else ""
+        problem = f"{folder} is not a complete checkpoint: it has no {MANIFEST}{hint}"
+        raise DamagedError(problem) from None
     except PermissionError as error:
         raise CheckpointError(
             f"{folder / MANIFEST} cannot be read: {error.strerror}; give this user the right to"

@@ -10,7 +10,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -213,8 +213,16 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
         del sys.modules[key]
         raise ConfigError(
             f"{kind} {name!r}: importing {path} raised {type(error).__name__}: {error}"
+            f"{_missing(error)}"
         ) from error
     return module
+
+
+def _missing(error: Exception) -> str:
+    """Return what to do about a module that an import lacks, or ""."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return f"; install the package of {error.name} in the environment of lightrft"
 
 
 def _from_package(where: str, name: str, kind: str) -> ModuleType:
@@ -230,3 +238,8 @@ def _from_package(where: str, name: str, kind: str) -> ModuleType:
         raise ConfigError(
             f"{kind} {name!r}: importing {where} raised {type(error).__name__}: {error}"
         ) from error
+
+
+def other_names(names: Mapping[str, str]) -> Callable[[str], str]:
+    """Return the ``hint`` of a registry: the name here of one of another framework."""
+    return lambda name: f"; did you mean {names[name]!r}?" if name in names else ""

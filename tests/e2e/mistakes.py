@@ -20,12 +20,14 @@ class Mistake(NamedTuple):
             ``key=`` removes a word of them. Quotes are those of a shell.
         said: Words of the answer, separated by `` | ``.
         status: Exit status; 0 for a value that is used, or for one that is reported.
+        score: 3 if the answer says what, where and the fix; 0 for silence.
     """
 
     id: str
     typed: str
     said: str
     status: int = 2
+    score: int = 3
 
 
 def jsonl(*rows: dict[str, Any] | str) -> str:
@@ -117,6 +119,34 @@ FILES: dict[str, str | bytes] = {
     "in_label.py": own("return float(rollout.prompt.label in rollout.text)"),
     "named_r.py": own("return float(len(r.text) % 3)", "r"),
     "plain.pt": b"xx",
+    "text.jsonl": jsonl(*({"text": f"{i}+1={i + 1}"} for i in range(8))),
+    "alpaca.jsonl": with_keys(
+        SUMS, instruction=lambda row: "Add.", input=prompt, output=lambda row: row["label"]
+    ),
+    "as_text.jsonl": jsonl(*({"messages": json.dumps(chat)} for chat in CHATS)),
+    "no_text.jsonl": jsonl(
+        *({"messages": [chat[0], {"role": "assistant", "content": None}]} for chat in CHATS)
+    ),
+    "no_completion.jsonl": with_keys(SUMS, prompt=prompt, completion=lambda row: ""),
+    "templated.jsonl": with_keys(
+        SUMS, prompt=lambda row: f"<|im_start|>user\n{row['prompt']}<|im_end|>\n", completion=label
+    ),
+    "numbers.jsonl": with_keys(SUMS, prompt=lambda row: 5, label=label),
+    "two_forms.jsonl": jsonl(*({**pair, "chosen": CHATS[0]} for pair in PAIRS)),
+    "good.jsonl": jsonl(*({"prompt": "1+1=", "completion": "2", "label": "good"} for _ in PAIRS)),
+    "comma.json": '[{"prompt": "1+1=", "label": "2"},\n {"prompt": "1+2=", "label": "3"},\n]',
+    "semicolons.csv": "prompt;label\n1+1=;2\n2+1=;3\n",
+    "sums.txt": "1+1=2\n",
+    "factory.yaml": "stage: sft\nfinetuning_type: lora\nlora_target: all\ntemplate: qwen\n"
+    "model_name_or_path: model\ndataset: chats.jsonl\ncutoff_len: 1024\n",
+    "no_return.py": own("score = float('1' in rollout.text)"),
+    "imports.py": f"import math_verifier\n\n{own('return 1.0')}",
+    "open_r1.py": own("return [1.0 for _ in completions]", "completions, solution, **kwargs"),
+    "response.py": own("return float('1' in rollout.response)"),
+    "answer.py": own("return float(rollout.prompt.answer in rollout.text)"),
+    "undefined.py": own("return float(extract(rollout.text) == rollout.prompt.label)"),
+    "scorer.py": "class Scorer:\n    def __call__(self, rollout):\n        return 1.0\n",
+    "value.py": "reward = 1.0\n",
 }
 TRAINING = "train.steps=1 log.tensorboard=false run.progress=false"
 STARTS = {
@@ -196,6 +226,36 @@ SETTINGS = (
     Mistake("n1c", "rl+ multi_turn=true", "multi_turn has no counterpart here: episodes"),
     Mistake("n2", "rl+ rollout.max_turns=5", "rollout.max_turns has no counterpart here: episodes"),
     Mistake("h1", "sft --help optimizer", "optimizer.lr | Peak learning rate", 0),
+    Mistake("f1", "rl+ num_generations=8", "num_generations is rollout.group_size here"),
+    Mistake("f2", "rl+ beta=0.04", "beta is algorithm.kl.coef here: with algorithm.kl.where=loss"),
+    Mistake("f3", "rl+ scale_rewards=false", "here (algorithm.advantage.name=group_mean)"),
+    Mistake(
+        "f4",
+        "rl+ save_strategy=epoch",
+        "checkpoint.every here | give the steps of an epoch",
+        score=2,
+    ),
+    Mistake("f5", "rl+ load_best_model_at_end=true", "is checkpoint.best here: a metric such as"),
+    Mistake("f52", "rl+ rlhf_type=grpo", "rlhf_type has no counterpart here | algorithm=grpo"),
+    Mistake("f7", "rl+ actor_rollout_ref.rollout.n=8", "rollout.n is rollout.group_size here"),
+    Mistake("f8", "rl+ algorithm.adv_estimator=grpo", "is algorithm.preset here: a preset sets"),
+    Mistake(
+        "f9", "rl+ algorithm.kl.coef=1 algorithm.kl.estimator=low_var_kl", "did you mean 'k3'?"
+    ),
+    Mistake("f10", "rl+ train.lr=1e-5", "train.lr is optimizer.lr here"),
+    Mistake("f11", "rl+ rewards=[math]", "rewards is reward.terms here: as in reward.terms=[math]"),
+    Mistake(
+        "f12", "sft+ template=qwen", "is model.chat_template here | a name such as qwen is none"
+    ),
+    Mistake("f13", "dpo+ pref_loss=simpo", "preference.losses here (preference.losses=[simpo])"),
+    Mistake("f14", "sft+ data.packing=true", "is model.layout here | packing needs no setting"),
+    Mistake("f15", "rl+ sampling.top_p=50", "sampling.top_p = 50 | equal to 1; | 1 keeps all"),
+    Mistake("f16", "rl+ hub=true", "hub = True | it is a section | hub.repo"),
+    Mistake("f17", "rl rl.yaml --learning_rate 1e-5", "learning_rate is optimizer.lr here"),
+    Mistake("f18", "sft factory.yaml", "template is model.chat | cutoff_len is max_tokens here"),
+    Mistake(
+        "f19", "rl+ log.tensorboard=runs/tb", "true or false; did you mean log.tensorboard=true?"
+    ),
 )
 DATA = (
     Mistake(
@@ -293,6 +353,39 @@ DATA = (
     Mistake(
         "120", "generate model=model data=sums.jsonl output=sums.jsonl", "exists; choose another"
     ),
+    Mistake(
+        "f20", "sft+ data.sources=text.jsonl", "has: text. Split | columns prompt and completion"
+    ),
+    Mistake(
+        "f21", "sft+ data.sources=no_completion.jsonl", "line 1: | empty: completion. Mend the row"
+    ),
+    Mistake(
+        "f22", "sft+ data.sources=no_text.jsonl", "line 1: | empty: the last of messages. Mend"
+    ),
+    Mistake("f23", "rl+ data.sources=comma.json", "line 3: not JSON | Mend that place", score=2),
+    Mistake("f24", "rl+ data.sources=semicolons.csv", "line 1: the header | by commas, not by ';'"),
+    Mistake(
+        "f25", "sft+ data.sources=sums.txt", "sums.txt is not one of .jsonl | one JSON object a"
+    ),
+    Mistake(
+        "f26", "dpo+ data.sources=two_forms.jsonl", "line 1: chosen is a list | write all in one"
+    ),
+    Mistake(
+        "f27", "sft+ data.sources=templated.jsonl", "special token | set data.special_tokens", 0
+    ),
+    Mistake("f28", "sft+ data.sources=alpaca.jsonl", "finished at step 1", 0),
+    Mistake("f29", "sft+ data.sources=as_text.jsonl", "finished at step 1", 0),
+    Mistake("f30", "rl+ data.sources=numbers.jsonl", "line 1: a prompt must be text | not int"),
+    Mistake(
+        "f31", "rl+ data.columns.label=answer", "no column 'answer' | the row has: prompt, label"
+    ),
+    Mistake(
+        "f32", "kto model=model data.sources=good.jsonl train.steps=1", "'good' | write true or"
+    ),
+    Mistake("f33", "dpo+ batch_size=64", "batch_size = 64 | lower batch_size to 8 or less"),
+    Mistake(
+        "f34", "generate model=model prompts=sums.jsonl output=o.jsonl", "prompts is data here"
+    ),
 )
 REWARDS = (
     Mistake("07", "rl+ reward.terms=always.py", "must be named: write always.py:reward"),
@@ -317,6 +410,14 @@ REWARDS = (
     Mistake("c1", "check named_r.py:reward", "as reward | all 5 checks hold", 0),
     Mistake("f6", "rl+ reward.terms=[always.py:reward,math] eval.data=a.jsonl eval.limit=2 "
             "eval.every=1 eval.sampling.max_new_tokens=4", "(reward 1, math 0)"),
+    Mistake("f35", "rl+ reward.terms=[no_return.py:reward]", "NoneType, not a number; end each | return"),
+    Mistake("f36", "rl+ reward.terms=[imports.py:reward]", "install the package of math_verifier"),
+    Mistake("f37", "rl+ reward.terms=[open_r1.py:reward]", f"'completions' of rewards of TRL | {ONE}"),
+    Mistake("f38", "rl+ reward.terms=[response.py:reward]", "'response'; did you mean 'text'?"),
+    Mistake("f39", "rl+ reward.terms=[answer.py:reward]", "'answer'; did you mean 'label'?"),
+    Mistake("f40", "rl+ reward.terms=[undefined.py:reward]", "line 2 | name 'extract' is not defined", score=2),
+    Mistake("f41", "rl+ reward.terms=[scorer.py:Scorer]", "is type, not a function | an instance of the"),
+    Mistake("f42", "rl+ reward.terms=[accuracy]", "unknown reward 'accuracy'; did you mean 'math'?"),
 )  # fmt: skip
 MODELS = (
     Mistake("44", "sft+ model=bare", "has no chat template: messages are written | chat_template", 0),
@@ -336,6 +437,10 @@ MODELS = (
     Mistake("110c", "chat model=runs/nope", "model.path = 'runs/nope': there is no such folder"),
     Mistake("p4", "rl+ model=plain.pt", "model.path = 'plain.pt': it is a file; give the folder"),
     Mistake("p8", f"rl+ model= model.path=no_eos {VARIED}", "finished at step 1", 0),
+    Mistake("f43", "sft+ model= model.path=model model.lora.rank=8 model.lora.targets=all", "'all' is the | 'all-linear'?"),
+    Mistake("f44", "sft+ model= model.path=model model.lora.rank=8 model.lora.targets=[c_attn]", "'c_attn' is | such as [down_proj"),
+    Mistake("f45", "sft+ model= model.path=model model.dtype=fp16", "did you mean model.dtype=float16?"),
+    Mistake("f46", "rl+ model=awq", "model.path = 'awq': its weights are quantised | model.load_in_4bit"),
 )  # fmt: skip
 RUNS = (
     Mistake("58", "report demp", "there is no run folder demp; did you mean runs/demo?"),
@@ -351,6 +456,10 @@ RUNS = (
     Mistake("y3", "rl+ run.name=demo optimizer.lr=1e-4", "another run.name | optimizer.lr: 1e-06 in the"),
     Mistake("g4", "rl+ run.name=demo optimizer.lr=1e-4 run.resume=runs/demo", "(and run.resume=runs/demo/"),
     Mistake("k1", "report runs/demo --step 10", "step=10: there are no settings here, but runs alone"),
+    Mistake("f47", "rl+ run.resume=true", "run.resume = True | did you mean run.resume=auto?"),
+    Mistake("f48", "rl+ run.resume=runs/demo", "no manifest.json; did you mean runs/demo/checkpoints/"),
+    Mistake("m2", "rl+ log.wandb=p", "log.wandb = 'p' needs the package wandb | or leave log.wandb empty"),
+    Mistake("m4", "rl+ log.mlflow=x", "log.mlflow = 'x' needs the package mlflow | leave log.mlflow empty"),
 )  # fmt: skip
 LAUNCH = (
     Mistake("48", "rl+ strategy.device=cuda:7", "device = 'cuda:7' cannot be used | strategy.device"),
@@ -363,6 +472,9 @@ LAUNCH = (
     Mistake("l6", "rl+ deepspeed=ds.json", "deepspeed is strategy.kind here | strategy.zero_stage"),
     Mistake("l7", "rl+ strategy.sequence_parallel=2", "set launch.processes to a multiple of 2"),
     Mistake("l8", "rl+ engine=vlm", "kind = 'vlm' is no engine; did you mean 'vllm'?"),
+    Mistake("f49", "rl+ use_vllm=true", "use_vllm is engine.kind here (engine.kind=vllm)"),
+    Mistake("f50", "rl+ trainer.n_gpus_per_node=8", "n_gpus_per_node is launch.processes here"),
+    Mistake("49", "rl+ engine.kind=vllm", "engine.kind = vllm needs the package | set engine.kind=native"),
 )  # fmt: skip
 MEMORY = (
     Mistake("30", "rl+ sampling.max_new_tokens=100000", "max_new_tokens = 100000: | lower"),
@@ -384,6 +496,8 @@ MEMORY = (
     Mistake("e5", "rl+ model= model.path=model model.load_in_8bit=true", "no counterpart | model.load_in_4bit"),
     Mistake("e6", "rl+ bf16=true", "bf16 is model.dtype here (model.dtype=bfloat16)"),
     Mistake("e7", "rl+ train.max_tokens_per_micro_batch=0", "per_micro_batch = 0 | Most tokens in one forward"),
+    Mistake("96", "doctor model=big data.sources=sums.jsonl", "does not fit | set model.lora or"),
+    Mistake("f51", "rl+ model= model.path=model model.gradient_checkpointing=unsloth", "checkpointing=true?"),
 )  # fmt: skip
 SUBJECTS = {
     "Settings": SETTINGS,

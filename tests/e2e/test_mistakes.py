@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,18 @@ class Model(Qwen2ForCausalLM):
 """
 
 
+MODEL_FOLDERS = (
+    *("model", "bare", "no_system", "no_weights", "no_eos", "own_code", "reordered", "awq", "big"),
+)
+
+
 @pytest.fixture(scope="module")
 def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files and models of the mistakes, and the run ``runs/demo``."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name, text in FILES.items():
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    for name in ("model", "bare", "no_system", "no_weights", "no_eos", "own_code", "reordered"):
+    for name in MODEL_FOLDERS:
         shutil.copytree(model_folder, folder / name)
     tokenizer = tiny_tokenizer()
     refusal = (
@@ -51,6 +57,10 @@ def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     (folder / "own_code" / "own.py").write_text(OWN_CODE)
     rewrite(folder / "no_eos", eos_token_id=None)
     (folder / "no_eos" / "generation_config.json").unlink(missing_ok=True)
+    rewrite(folder / "awq", quantization_config={"quant_method": "awq", "bits": 4})
+    (folder / "big" / "model.safetensors").unlink()
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 32)
+    rewrite(folder / "big", hidden_size=32768, num_hidden_layers=99, layer_types=None, **heads)
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "other")
     tokenizer.save_pretrained(folder / "other")
     save_tiny_media("qwen2_vl", folder / "eye")
@@ -72,6 +82,8 @@ def at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work in ``folder``, in which each mistake has the name of its run for itself."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "200")
+    for package in ("vllm", "wandb", "mlflow"):  # as where they are not installed
+        monkeypatch.setitem(sys.modules, package, None)
     yield
     shutil.rmtree(folder / "runs" / "run", ignore_errors=True)
 
@@ -116,4 +128,12 @@ def test_the_page_of_errors_has_each_command_and_the_words_of_its_answer() -> No
 
 def test_each_mistake_stands_in_the_table_once() -> None:
     names = [mistake.id for mistake in MISTAKES]
-    assert len(set(names)) == len(names) > 120
+    assert len(set(names)) == len(names) > 190
+
+
+def test_the_answers_score_2_7_of_3_in_the_mean_and_none_is_silent() -> None:
+    found = [mistake for mistake in MISTAKES if mistake.id.startswith("f")]
+    scores = [mistake.score for mistake in MISTAKES]
+    assert len(found) >= 50
+    assert sum(scores) / len(scores) >= 2.7
+    assert min(scores) > 0

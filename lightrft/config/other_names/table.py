@@ -20,6 +20,8 @@ GUESSED: tuple[NameRow, ...] = (
     NameRow("data.columns.{completion,output}", "data.columns.response"),
     NameRow("validation.{sources,data,data.sources}", "validation.sources eval.data.sources"),
     NameRow("validation.every", "eval.every"),
+    NameRow("rewards reward_fn reward_functions", "reward.terms", "as in reward.terms=[math]"),
+    NameRow("prompts", "data"),
     NameRow("from src", "path"),
     NameRow("to out destination", "output"),
     NameRow("optimizer.kind", "", "optimizer is AdamW with float32 copies"),

@@ -486,7 +486,7 @@ RUN = (
     NameRow(
         "save_strategy",
         "checkpoint.every",
-        "`steps`, with its number",
+        "`steps`, with its number; for `epoch`, give the steps of an epoch",
         ValueTable({"steps": Converted(), "no": Converted()}),
     ),
     NameRow(

@@ -381,7 +381,8 @@ LEARNING = (
 
 RUNS = (
     none(
-        "the verb and the sources say it: lightrft rl, sft, dpo, kto, rm, distill",
+        "the verb and the sources say it: lightrft rl (with algorithm=grpo or ppo), sft, dpo, kto, "
+        "rm, distill",
         "do_train do_predict stage task rlhf_type trainer.val_only config model_id_or_path",
         "perf eval_task local_files_only base_url stream studio_title share infer_dtype_",
         "trainer.checkpoint_callback_class task_dir eval_only",

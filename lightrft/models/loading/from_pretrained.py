@@ -106,7 +106,15 @@ def load_model(
             )
         model, info = loaded
     except ImportError as error:
-        raise ModelError(f"model.attention = {implementation!r}: {first_line(error)}") from error
+        if getattr(settings, "quantization_config", None) and config.attention is None:
+            raise ModelError(
+                f"model.path = {config.path!r}: its weights are quantised ({first_line(error)}); "
+                "give the model that is not, and model.load_in_4bit=true with model.lora"
+            ) from error
+        raise ModelError(
+            f"model.attention = {implementation!r}: {first_line(error)}; leave model.attention "
+            "out for sdpa, or install the package"
+        ) from error
     except BROKEN as error:
         # first the class: if it cannot be built at all, the weights are not to blame
         check_class(config, settings)

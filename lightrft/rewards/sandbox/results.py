@@ -40,7 +40,9 @@ def number_of(value: object) -> float:
     # Decimal is no numbers.Real.
     if not isinstance(value, SupportsFloat) or (shape is not None and not is_scalar_array):
         of_shape = "" if shape is None else f" of shape {tuple(shape)}"
-        raise InvalidReward(f"returned {type(value).__name__}{of_shape}, not a number")
+        problem = f"returned {type(value).__name__}{of_shape}, not a number"
+        hint = "; end each way through it by return and a number" if value is None else ""
+        raise InvalidReward(f"{problem}{hint}")
     try:
         number = float(value)
     # Of a formula with a variable, and of a signaling NaN.

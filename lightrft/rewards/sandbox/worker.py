@@ -307,7 +307,22 @@ def _near(error: BaseException) -> str:
     if not isinstance(error, AttributeError) or not isinstance(error.obj, PromptView | RolloutView):
         return ""
     known = [name for name in dir(error.obj) if not name.startswith("_")]
+    if found := MEANT[isinstance(error.obj, PromptView)].get(error.name or ""):
+        return f"; did you mean {found!r}?"
     return did_you_mean(error.name or "", known) or f"; it has {', '.join(known)}"
+
+
+_LABELS = ("answer", "ground_truth", "solution", "target")
+_RESPONSES = ("response", "completion", "output", "content", "solution_str", "response_text")
+MEANT = {
+    True: dict.fromkeys(_LABELS, "label"),
+    False: {
+        **dict.fromkeys(_RESPONSES, "text"),
+        **dict.fromkeys((*_LABELS, "label"), "prompt.label"),
+        "columns": "prompt.columns",
+    },
+}
+"""Names that users guess for an attribute of a prompt (``True``) or of a rollout."""
 
 
 def _receive(connection: socket.socket) -> bytearray | None:

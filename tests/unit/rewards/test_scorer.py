@@ -99,7 +99,12 @@ def overdue(monkeypatch, tmp_path):
         ("nan", "returned nan (plain)", "value"),
         ("inf", "returned inf (plain)", "value"),
         ("str", "returned str, not a number (plain)", "value"),
-        ("none", "returned NoneType, not a number (plain)", "value"),
+        (
+            "none",
+            "returned NoneType, not a number; end each way through it by return and a number "
+            "(plain)",
+            "value",
+        ),
         ("list", "returned list, not a number (plain)", "value"),
         ("huge", "returned an integer too large for a float (plain)", "value"),
         ("dict", "returned an empty dict (plain)", "value"),
