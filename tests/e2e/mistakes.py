@@ -242,13 +242,11 @@ SETTINGS = (
     Mistake(
         "f9", "rl+ algorithm.kl.coef=1 algorithm.kl.estimator=low_var_kl", "did you mean 'k3'?"
     ),
-    Mistake("f10", "rl+ train.lr=1e-5", "train.lr is optimizer.lr here"),
     Mistake("f11", "rl+ rewards=[math]", "rewards is reward.terms here: as in reward.terms=[math]"),
     Mistake(
         "f12", "sft+ template=qwen", "is model.chat_template here | a name such as qwen is none"
     ),
     Mistake("f13", "dpo+ pref_loss=simpo", "preference.losses here (preference.losses=[simpo])"),
-    Mistake("f14", "sft+ data.packing=true", "is model.layout here | packing needs no setting"),
     Mistake("f15", "rl+ sampling.top_p=50", "sampling.top_p = 50 | equal to 1; | 1 keeps all"),
     Mistake("f16", "rl+ hub=true", "hub = True | it is a section | hub.repo"),
     Mistake("f17", "rl rl.yaml --learning_rate 1e-5", "learning_rate is optimizer.lr here"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from lightrft.config.other_names.earlier import new_name, why_removed
@@ -154,23 +154,7 @@ def _in_its_section(name: str, exists: Exists) -> str:
                 if f"{above}{here}".startswith(f"{section}.") and exists(f"{above}{here}"):
                     note = f": {row.note}" if row.note else ""
                     return f"{name} is {above}{here} here{note}"
-        break
-    return _of_another_section(parts, exists)
-
-
-def _of_another_section(parts: Sequence[str], exists: Exists) -> str:
-    """Return the answer for the name of a setting in a section that lacks it: ``train.lr``.
-
-    A section of another model has settings of its own, as ``critic.optimizer``.
-    """
-    section, *rest = parts
-    is_role = exists(f"{section}.optimizer") or (section != "model" and exists(f"{section}.path"))
-    if len(rest) != 1 or is_role or exists(rest[0]) or not exists(section):
         return ""
-    for framework, row in _rows_of(rest[0]):
-        if row.here and not framework and (here := setting_of(row, exists)):
-            note = f": {row.note}" if row.note else ""
-            return f"{section}.{rest[0]} is {here} here{note}"
     return ""
 
 

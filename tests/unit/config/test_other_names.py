@@ -200,7 +200,7 @@ def test_the_ending_of_a_name_never_answers_for_another_section(section: str) ->
         ("group_sise=8", "unknown setting group_sise"),
         ("prompts_per_step=8", "did you mean rollout.prompts_per_step?"),
         ("num_mini_batch=8", "unknown setting num_mini_batch"),
-        ("rewards=math", "did you mean reward or algorithm.normalize.rewards?"),
+        ("rewards=math", "rewards is reward.terms here"),
         ("reward_model.overlong_buffer.len=4096", "overlong_buffer.len is algorithm.shaping here"),
         ("reward_model.overlong_buffer.log=true", "overlong_buffer.log is algorithm.shaping here"),
         ("fast_inference=true", "is engine.kind here (engine.kind=vllm)"),
