@@ -106,7 +106,7 @@ def load_model(
             )
         model, info = loaded
     except ImportError as error:
-        if getattr(settings, "quantization_config", None) and config.attention is None:
+        if "quantization_config" in settings.to_dict() and config.attention is None:
             raise ModelError(
                 f"model.path = {config.path!r}: its weights are quantised ({first_line(error)}); "
                 "give the model that is not, and model.load_in_4bit=true with model.lora"
