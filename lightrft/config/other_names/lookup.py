@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from lightrft.config.other_names.earlier import new_name, why_removed
@@ -172,10 +173,9 @@ def meant(setting: str, error: Mapping[str, Any]) -> str:
     for row in table.ROWS:
         if setting not in row.here.split():
             continue
-        try:
+        new: dict[str, Any] = {}
+        with suppress(NoValue):
             new = _converted(row, setting, error["input"], lambda _: True)
-        except NoValue:
-            continue
         if setting in new:
             return f"; did you mean {', '.join(f'{k}={as_yaml(v)}' for k, v in new.items())}?"
     return ""
