@@ -101,7 +101,7 @@ def is_rows(value: object) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(map(is_branch, value)) and not all(map(_is_source, value))
     package = type(value).__module__.partition(".")[0]
-    return package in ("datasets", "pandas", "polars") or isinstance(value, Iterator)
+    return package in ("datasets", "pandas", "polars", "pyarrow") or isinstance(value, Iterator)
 
 
 def _is_source(value: Mapping[str, object]) -> bool:
@@ -187,8 +187,12 @@ def _has_media(rows: Any) -> bool:
 
 def _tables(rows: Any, key: str) -> Iterator[Tree]:
     """Yield each row as a table of plain values. A missing value of a frame is None."""
+    if callable(getattr(rows, "collect", None)):  # a lazy frame of polars
+        rows = rows.collect()
     if callable(getattr(rows, "to_dicts", None)):  # polars
         rows = rows.to_dicts()
+    elif callable(getattr(rows, "to_pylist", None)):  # pyarrow
+        rows = rows.to_pylist()
     elif callable(getattr(rows, "to_dict", None)) and hasattr(rows, "columns"):  # pandas
         rows = rows.to_dict("records")
     empty = True

@@ -12,6 +12,7 @@ from lightrft.config.config_tools import ShowConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.observability.data_record import ShownSection, as_utf8
 from lightrft.utils.atomic_files import disk_errors, write_atomic
+from lightrft.utils.errors import DataError
 
 if TYPE_CHECKING:
     import pandas
@@ -125,9 +126,20 @@ def shown_data(config: TrainingConfig, options: ShowConfig) -> ShownData:
     Args:
         config: The settings of a run.
         options: The settings of ``lightrft data``.
+
+    Raises:
+        DataError: A row cannot be read. The message names the verb, if it was not given.
     """
     function = "lightrft.diagnostics.prompts.shown_rows:shown_sections"
-    found = ShownData(import_function(function, config.run.threads)(config, options))
+    try:
+        found = ShownData(import_function(function, config.run.threads)(config, options))
+    except DataError as error:
+        if options.verb != "auto":
+            raise
+        raise DataError(
+            f"{error}. The rows are read as those of lightrft {config.verb}; set show.verb=rl, or "
+            "another verb, to read them otherwise"
+        ) from error
     if options.page is not None:
         found.save(options.page)
     return found

@@ -537,7 +537,7 @@ RUN = (
     ),
     NameRow("eval_on_start val_before_train trainer.val_before_train", "eval.at_start"),
     NameRow(
-        "report_to log_with trainer.logger logger",
+        "report_to log_with trainer.logger logger trackers log.trackers log.report_to",
         "log.wandb log.tensorboard log.mlflow log.trackio log.swanlab",
         "tensorboard is log.tensorboard; wandb, mlflow, trackio and swanlab take a project's name",
         to.trackers,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Image, Value
@@ -51,8 +52,9 @@ def written(tmp_path: Path, rows) -> list[dict]:
         iter(ROWS),
         Dataset.from_list([{"tags": None, **row} for row in ROWS]),
         pandas.DataFrame(ROWS),
+        pyarrow.Table.from_pylist([{"tags": None, **row} for row in ROWS]),
     ],
-    ids=["list", "tuple", "iterator", "dataset", "frame"],
+    ids=["list", "tuple", "iterator", "dataset", "frame", "arrow"],
 )
 def test_rows_of_every_kind_are_written_with_all_their_columns(tmp_path, rows):
     found = written(tmp_path, rows)

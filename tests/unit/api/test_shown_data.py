@@ -16,7 +16,7 @@ from lightrft.cli.main import main
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model
 from lightrft.observability.data_record import TokenLengths
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, DataError
 from tests.unit.datasets.media_files import picture
 from tests.unit.datasets.tokenizers import chat_tokenizer
 from tests.unit.viewer.runs import HOSTILE
@@ -82,6 +82,16 @@ def test_prompts_to_sample_for_are_shown_without_responses(shown) -> None:
     assert data.rows[0]["label"] == "6" and data.rows[0]["trained"] == []
     (figures,) = data.figures.to_dict("records")
     assert list(figures["lengths"]) == ["prompt"] and figures["duplicates"] == []
+
+
+def test_rows_of_another_verb_are_refused_with_the_setting_that_reads_them(shown) -> None:
+    words = r'no response to learn from.* as those of lightrft sft; set show=\{"verb": "rl"\}'
+    with pytest.raises(DataError, match=words):
+        shown(data=HELD_OUT)
+    assert shown(data=HELD_OUT, show={"verb": "rl"}, rewards=["math"]).rows[0]["label"] == "6"
+    with pytest.raises(DataError) as found:
+        shown(data=HELD_OUT, show={"verb": "sft"})
+    assert "show" not in str(found.value)
 
 
 def test_steps_are_shown_with_the_lengths_of_their_responses(shown) -> None:

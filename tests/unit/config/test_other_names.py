@@ -175,6 +175,7 @@ def test_the_ending_of_a_name_never_answers_for_another_section(section: str) ->
         ("eval.steps=9", "eval.steps is eval.every here"),
         ("report_to=wandb", "report_to is log.wandb here (log.wandb=lightrft, "),
         ("report_to=tensorboard", "report_to is log.tensorboard here (log.tensorboard=true)"),
+        ("log.trackers=[mlflow]", "log.trackers is log.mlflow here (log.mlflow=lightrft, "),
         ("report_to=mlflow", "report_to is log.mlflow here (log.mlflow=lightrft, "),
         ("report_to=[swanlab,trackio]", "report_to is log.swanlab here (log.swanlab=lightrft, "),
         ("use_swanlab=true", "use_swanlab is log.swanlab here"),
