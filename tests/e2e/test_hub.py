@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 import lightrft
 from lightrft.cli.explain import explanation_of
 from lightrft.config.base import to_yaml
 from lightrft.config.verbs import RLConfig
+from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.trainer.explanation.explain import formula_rows
 from lightrft.trainer.model_card import model_card
 from lightrft.utils.errors import ConfigError, DataError
 from tests.hub_server import StandIn, stand_in
+from tests.unit.datasets.media_files import picture
 
 ROWS = [{"prompt": f"{k}+{k}=", "response": str(2 * k), "label": str(2 * k)} for k in range(8)]
 
@@ -61,6 +64,32 @@ def test_a_run_is_uploaded_in_one_commit_and_loads_from_what_was_sent(hub, train
     sent = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     kept = AutoModelForCausalLM.from_pretrained(run.model).state_dict()
     assert all(sent[name].equal(kept[name]) for name in kept)
+
+
+def test_a_model_that_reads_images_is_uploaded_with_its_processor(hub, tmp_path):
+    save_tiny_media("llava", tmp_path / "eye")
+    picture(tmp_path / "a.png", seed=1)
+    rows = [{"prompt": "see?", "image": str(tmp_path / "a.png"), "response": "1"}] * 2
+    options = {"dir": str(tmp_path), "threads": 1, "progress": False}
+    run = lightrft.sft(
+        model=str(tmp_path / "eye"), data=rows, steps=1, batch_size=2, run=options, lr=1e-3
+    )
+    run.push_to_hub("me/eye")
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    for name, content in hub.files.items():
+        (sent / name).write_bytes(content)
+    image = Image.open(tmp_path / "a.png")
+    base, own = (
+        AutoProcessor.from_pretrained(folder)(
+            text=["<image>see?"], images=[image], return_tensors="pt"
+        )
+        for folder in (tmp_path / "eye", sent)
+    )
+    assert own["input_ids"].tolist() == base["input_ids"].tolist()
+    assert own["pixel_values"].equal(base["pixel_values"])
+    model = AutoModelForImageTextToText.from_pretrained(sent)
+    assert model(**own).logits.isfinite().all()
 
 
 def test_the_card_says_how_the_model_was_trained_and_what_was_measured(hub, trained):
