@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def test_the_image_installs_extras_that_exist_and_runs_the_command() -> None:
     assert set(args["EXTRAS"].split(",")) <= set(PROJECT["optional-dependencies"])
     (entry,) = (rest for word, rest in instructions() if word == "ENTRYPOINT")
     assert entry == f'["{PACKAGE}"]' and PACKAGE in PROJECT["scripts"]
+
+
+def test_the_image_passes_a_linter() -> None:
+    linter = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
