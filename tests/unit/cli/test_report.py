@@ -53,7 +53,7 @@ def test_a_run_ends_with_its_report_before_the_commands_to_type_next(tmp_path, c
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, capsys, monkeypatch):
-    def refuse(folder):
+    def refuse(folder, extract):
         raise DataError("the file is malformed")
 
     monkeypatch.setattr(report, "write_report", refuse)

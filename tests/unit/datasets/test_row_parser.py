@@ -59,8 +59,10 @@ def test_a_missing_column_is_named_with_the_row_and_the_columns_that_exist():
         record({"question": "q", "answer": "a"}, prompt="questoin")
     with pytest.raises(
         MalformedRow,
-        match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt",
+        match=r"line 7: no column with a prompt .* the row has: words\. Name the column in data\.columns\.prompt",
     ):
+        record({"words": "q"})
+    with pytest.raises(MalformedRow, match="Split the text into the columns prompt and completion"):
         record({"text": "q"})
     with pytest.raises(MalformedRow, match=r"no column 'extra\.label' \(data\.columns\.label\)"):
         record({"prompt": "q", "extra": {"lable": 1}}, label="extra.label")
