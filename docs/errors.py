@@ -26,7 +26,11 @@ KNOWN = re.compile(r"((?:[Kk]nown|looked for)(?: [a-z ]+:|:| )(?:[^,;)\n]+, ){3}
 PACKAGE_LINE = re.compile(r'(File "lightrft/[^"]+"), line \d+')
 HALTED = re.compile(r"import of (\w+) halted; None in sys.modules")
 """What the import of a package says that the test hides."""
-VARYING = re.compile(r"\([^()]*\)|[\d.]+ [KMGT]iB|(?<=response )'[^']*'|^[\s^~]+$", re.M)
+EXAMPLE = re.compile(r"\n(?!  (?:prompt|response|result) )")
+"""The end of a line, unless the example of a warning goes on."""
+VARYING = re.compile(
+    r"\([^()]*\)|[\d.]+ [KMGT]iB|(?<=response  )'[^']*'|(?<=reads )'[^']*'|^[\s^~]+$", re.M
+)
 """Parts that depend on the machine or on other packages: words in brackets, sizes, responses."""
 WORD = re.compile(r"(?:[^\s']|'[^']*')+")
 ABOUT = {
@@ -61,7 +65,7 @@ def answer(mistake: Mistake, said: str, folder: Path) -> str:
     for path in (folder, ROOT):
         said = said.replace(f"{path}/", "").replace(str(path), ".")
     said = HALTED.sub(r"No module named '\1'", PACKAGE_LINE.sub(r"\1", KNOWN.sub(r"\1...", said)))
-    parts, lines = mistake.said.split(" | "), said.splitlines()
+    parts, lines = mistake.said.split(" | "), re.split(EXAMPLE, said.rstrip("\n"))
     last = max((k for k, line in enumerate(lines) if line.startswith("lightrft")), default=0)
     about = [line for line in lines if any(part in line for part in parts)]
     if mistake.typed.startswith("doctor"):  # a line for each thing that it looked at

@@ -407,7 +407,7 @@ REWARDS = (
     Mistake("118", "rl+ data.sources=no_label.jsonl reward.terms=[in_label.py:reward]", "have no label"),
     Mistake("c1", "check named_r.py:reward", "as reward | all 5 checks hold", 0),
     Mistake("f6", "rl+ reward.terms=[always.py:reward,math] eval.data=a.jsonl eval.limit=2 "
-            "eval.every=1 eval.sampling.max_new_tokens=4", "(reward 1, math 0)"),
+            "eval.every=1 eval.sampling.max_new_tokens=4", "100% of groups have equal rewards"),
     Mistake("f35", "rl+ reward.terms=[no_return.py:reward]", "NoneType, not a number; end each | return"),
     Mistake("f36", "rl+ reward.terms=[imports.py:reward]", "install the package of math_verifier"),
     Mistake("f37", "rl+ reward.terms=[open_r1.py:reward]", f"'completions' of rewards of TRL | {ONE}"),
