@@ -26,12 +26,15 @@ KNOWN = re.compile(r"((?:[Kk]nown|looked for)(?: [a-z ]+:|:| )(?:[^,;)\n]+, ){3}
 PACKAGE_LINE = re.compile(r'(File "lightrft/[^"]+"), line \d+')
 HALTED = re.compile(r"import of (\w+) halted; None in sys.modules")
 """What the import of a package says that the test hides."""
-EXAMPLE = re.compile(r"\n(?!  (?:prompt|response|result) )")
+EXAMPLE = re.compile(r"\n(?! {12}|  (?:prompt|response|result) )")
 """The end of a line, unless the example of a warning goes on."""
 VARYING = re.compile(
-    r"\([^()]*\)|[\d.]+ [KMGT]iB|(?<=response  )'[^']*'|(?<=reads )'[^']*'|^[\s^~]+$", re.M
+    r"\([^()]*\)|[\d.]+ [KMGT]iB|(?<=response  )'[^']*'|(?<=reads )'[^']*'|^[\s^~]+$"
+    r"|(?<=[Kk]nown: )[^;)\n]*",
+    re.M,
 )
-"""Parts that depend on the machine or on other packages: words in brackets, sizes, responses."""
+"""Parts that depend on the machine, on other packages or on what a program has registered: words
+in brackets, sizes, responses, known names."""
 WORD = re.compile(r"(?:[^\s']|'[^']*')+")
 ABOUT = {
     "Settings": "A name that no verb has is answered with the nearest name, or with the name here "
