@@ -42,6 +42,8 @@ def test_the_metrics_are_what_the_answers_say(evaluate, data_folder, tmp_path):
     assert outcome.status == 0, outcome.err
     line, *table = outcome.err.splitlines()  # the model never ends by itself
     assert line.startswith("WARNING: 100% of eval responses were cut")
+    example, table = table[:3], table[3:]
+    assert [row.split()[0] for row in example] == ["prompt", "response", "result"]
     metrics, rows = json.loads(outcome.out), answers(tmp_path / "runs" / "eval")
     assert len(rows) == 10
     assert metrics["eval/accuracy"] == sum(r["reward"] >= 0.2 for r in rows) / 10
