@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lightrft.utils.public_names import install
@@ -58,18 +57,13 @@ def __getattr__(name: str) -> Any:
 
 def _hint(name: str) -> str:
     """Return the function here for a class of another framework, as ``GRPOTrainer``, or ""."""
-    from lightrft.cli.main import verb_hint
+    from lightrft.cli.main import meant_verb
+    from lightrft.utils.errors import closest
 
-    word = name.removesuffix("Config").removesuffix("Trainer")
-    hint = verb_hint(word.lower()).replace("lightrft ", "lightrft.").replace("'", "")
-    call = re.sub(r"mean (?:lightrft\.)?([\w-]+)(?: (\w+)=([^?]+))?\?", _as_call, hint)
-    return call if "(" in call else ""
-
-
-def _as_call(found: re.Match[str]) -> str:
-    verb, setting, value = found.groups()
+    verb, setting, value = meant_verb(name.removesuffix("Config").removesuffix("Trainer").lower())
+    function = closest(verb.replace("-", "_"), VERBS)
     others = f', {setting}="{value}"' if setting else ""
-    return f"mean lightrft.{verb.replace('-', '_')}(model=..., data=...{others})?"
+    return f"; did you mean lightrft.{function}(model=..., data=...{others})?" if function else ""
 
 
 def __dir__() -> list[str]:

@@ -163,16 +163,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def verb_hint(word: str) -> str:
     """Return ``; did you mean ...?`` for a word that is no verb, or ""."""
+    verb, setting, value = meant_verb(word)
+    if setting:
+        return f"; did you mean 'lightrft {verb} {setting}={value}'?"
+    return did_you_mean(verb, VERBS)
+
+
+def meant_verb(word: str) -> tuple[str, str, str]:
+    """Return the verb that a word of another tool means, and a setting with its value, or "".
+
+    Another word is returned as it is.
+    """
     from lightrft.config.preference.presets import PREFERENCE_PRESETS
     from lightrft.config.presets import PRESETS
 
     name = word.lower()
     if name in PRESETS:
-        return f"; did you mean 'lightrft rl algorithm={name}'?"
+        return "rl", "algorithm", name
     if name in PREFERENCE_PRESETS and name not in VERBS:
-        verb = "kto" if name == "bco" else "dpo"
-        return f"; did you mean 'lightrft {verb} preference={name}'?"
-    return did_you_mean(OTHER_VERBS.get(name, word), VERBS)
+        return "kto" if name == "bco" else "dpo", "preference", name
+    return OTHER_VERBS.get(name, word), "", ""
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:

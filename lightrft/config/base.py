@@ -468,18 +468,17 @@ def section_defaults(cls: type[Settings], name: str) -> dict[str, object]:
 
 def _verbs_with(name: str) -> str:
     """Return the verbs that have the setting ``name``, as text. Their classes must be loaded."""
-    verbs = set()
+    verbs = []
     waiting: list[type[Settings]] = [Settings]
     while waiting:
         cls = waiting.pop()
         waiting += cls.__subclasses__()
         found = _OF_VERB.match(cls.__doc__ or "")
         if found and has_setting(cls, name):
-            verbs.add(found[1])
+            verbs.append(found[1])
     order = ("rl", "dpo", "sft", "rm")
-    place = {verb: k for k, verb in enumerate(order)}
-    first = sorted(verbs, key=lambda verb: (place.get(verb, len(order)), verb))[:2]
-    return f"lightrft {' and '.join(first)}" if first else _NO_VERB
+    verbs.sort(key=lambda verb: (order.index(verb) if verb in order else len(order), verb))
+    return f"lightrft {' and '.join(verbs[:2])}" if verbs else _NO_VERB
 
 
 _NO_VERB = "another verb"

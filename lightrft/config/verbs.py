@@ -308,11 +308,15 @@ class JudgeTrainingConfig(Settings):
         return self.judgement.model_copy(update={"order": "both"})
 
 
-class JudgedSFTConfig(SFTConfig):
-    """The settings of ``lightrft sft`` that ``lightrft grm sft`` trains by."""
+class JudgedConfig(Settings):
+    """Settings of another verb that ``lightrft grm`` trains by."""
 
     is_judge: ClassVar[bool] = True
-    """True for settings of another verb that ``lightrft grm`` trains by."""
+    """See ``HeldOutSettings``."""
+
+
+class JudgedSFTConfig(JudgedConfig, SFTConfig):
+    """A run of ``lightrft grm sft`` as settings of ``lightrft sft``."""
 
 
 class JudgeSFTConfig(JudgeTrainingConfig, SFTConfig):
@@ -326,11 +330,8 @@ class JudgeSFTConfig(JudgeTrainingConfig, SFTConfig):
         return JudgedSFTConfig.model_validate(judged_tree(self))
 
 
-class JudgedRLConfig(RLConfig):
-    """The settings of ``lightrft rl`` that ``lightrft grm rl`` trains by."""
-
-    is_judge: ClassVar[bool] = True
-    """True for settings of another verb that ``lightrft grm`` trains by."""
+class JudgedRLConfig(JudgedConfig, RLConfig):
+    """A run of ``lightrft grm rl`` as settings of ``lightrft rl``."""
 
 
 class JudgeRLConfig(JudgeTrainingConfig, RLConfig):
@@ -344,11 +345,8 @@ class JudgeRLConfig(JudgeTrainingConfig, RLConfig):
         return JudgedRLConfig.model_validate(judged_tree(self))
 
 
-class JudgedDPOConfig(DPOConfig):
-    """The settings of ``lightrft dpo`` that ``lightrft grm dpo`` trains by."""
-
-    is_judge: ClassVar[bool] = True
-    """True for settings of another verb that ``lightrft grm`` trains by."""
+class JudgedDPOConfig(JudgedConfig, DPOConfig):
+    """A run of ``lightrft grm dpo`` as settings of ``lightrft dpo``."""
 
 
 class JudgeDPOConfig(JudgeTrainingConfig, DPOConfig):

@@ -20,6 +20,7 @@ from lightrft.datasets.conversations.prefix_check import check_template, prefix_
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import CONVERSATIONS, Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
+from lightrft.datasets.rows.row_content import USUAL
 
 _log = logging.getLogger(__name__)
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -396,14 +397,10 @@ class TurnEncoder:
         return [*ids, *self.encoder.encode([longer[len(shorter) :]])[0]]
 
 
-RESPONSES = ("response", "completion", "output", "answer")
-"""Usual columns of a response."""
-
-
 def no_answer(record: ParsedRow) -> MalformedRow:
     """Return the error for a record without a response to train on."""
     have = ", ".join(record.row)
-    empty = [key for key in RESPONSES if key in record.row and not record.row[key]]
+    empty = [key for key in USUAL["response"] if key in record.row and not record.row[key]]
     for key in CONVERSATIONS:
         last = talk[-1] if isinstance(talk := record.row.get(key), list) and talk else None
         if isinstance(last, dict) and not (last.get("content") or last.get("value")):

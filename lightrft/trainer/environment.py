@@ -53,11 +53,8 @@ def commit_of(folder: Path) -> str | None:
 
     A commit whose files have changed since is followed by ``with changes``.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    if not commit:
-        return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit} with changes" if changes else commit
+    words = ("--always", "--exclude=*", "--abbrev=40", "--dirty= with changes")
+    return _git(folder, "describe", *words) or None
 
 
 def device_name(device: torch.device) -> str:

@@ -135,10 +135,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     parts = [part.strip() for part in word.split(",")]
     if parts[1:] and set(parts) <= set(known):
         return f"; a list is written [{', '.join(parts)}]."
+    near = closest(word, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the word of ``known`` closest to ``word``, or ""."""
     # In other letters alone it is the same word, however little the letters look alike.
     by_letters = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_letters, n=1)
-    return f"; did you mean {by_letters[near[0]]!r}?" if near else ""
+    return by_letters[near[0]] if near else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -336,6 +336,28 @@ def test_importing_the_package_imports_no_torch_and_no_settings():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("GRPOTrainer", 'rl(model=..., data=..., algorithm="grpo")'),
+        ("SimPOTrainer", 'dpo(model=..., data=..., preference="simpo")'),
+        ("RewardTrainer", "rm(model=..., data=...)"),
+        ("DPOConfig", "dpo(model=..., data=...)"),
+    ],
+)
+def test_a_class_of_another_framework_names_the_function_here(name, call):
+    with pytest.raises(AttributeError) as found:
+        getattr(lightrft, name)
+    assert str(found.value).endswith(f"; did you mean lightrft.{call}?")
+
+
+@pytest.mark.parametrize("name", ["chat", "doctor", "_repr_html_", "Foo"])
+def test_a_name_that_no_function_is_like_is_not_answered_with_another(name):
+    with pytest.raises(AttributeError) as found:
+        getattr(lightrft, name)
+    assert "did you mean" not in str(found.value)
+
+
 def test_every_verb_of_the_list_is_a_function_with_a_docstring():
     for name in lightrft.VERBS:
         function = getattr(lightrft, name)
