@@ -148,14 +148,14 @@ def best_of_n(scored: Sequence[tuple[float, float]]) -> Curve:
 def run(verb: str, tree: dict[str, Any]) -> Path:
     """Run a verb unless it is finished, and return its folder."""
     from lightrft.api.start import import_function
-    from lightrft.api.verbs import TRAINING
     from lightrft.config.base import build
     from lightrft.trainer.run_summary import finished_summary
+    from lightrft.verbs import VERBS
 
     folder = Path(tree["run"]["dir"]) / tree["run"]["name"]
     if finished_summary(folder) is None:
-        row = TRAINING[verb]
-        import_function(row.function, 1)(build(row.settings, tree))
+        row = VERBS[verb]
+        import_function(row.function, 1)(build(row.settings_class(), tree))
     return folder
 
 

@@ -505,18 +505,18 @@ def run_here(plan: Path) -> None:
     import torch
 
     from lightrft.api.start import program
-    from lightrft.api.verbs import TRAINING
     from lightrft.config.base import build
     from lightrft.distributed.process_group import init_process_group
     from lightrft.observability.observer import NullObserver
+    from lightrft.verbs import VERBS
 
     torch.set_num_threads(1)
     trees = json.loads(plan.read_text(encoding="utf-8"))
     with ExitStack() as stack:
         stack.enter_context(init_process_group(BASE["strategy"]["timeout_minutes"]))
         for tree in trees:
-            row = TRAINING[tree.pop("verb", "rl")]
-            config = build(row.settings, tree)
+            row = VERBS[tree.pop("verb", "rl")]
+            config = build(row.settings_class(), tree)
             if config.launch.kind == "ray":
                 from lightrft.distributed.ray_cluster import cluster
 

@@ -231,8 +231,8 @@ def run_lightrft(case: Case, folder: Path, scratch: Path, share: int) -> dict[st
 
 def config_of(case: Case, folder: Path, scratch: Path, share: int = 1) -> Any:
     """Return the settings of the verb."""
-    from lightrft.api.verbs import TRAINING
     from lightrft.config.base import build
+    from lightrft.verbs import VERBS
 
     tree: dict[str, Any] = {
         "run": {"dir": str(scratch), "name": "run", "progress": False},
@@ -257,7 +257,7 @@ def config_of(case: Case, folder: Path, scratch: Path, share: int = 1) -> Any:
     }
     if case.verb == "dpo":
         tree["preference"] = {"beta": 0.1, "reference": {"source": "step"}}
-    return build(TRAINING[case.verb].settings, tree)
+    return build(VERBS[case.verb].settings_class(), tree)
 
 
 def trl_settings(case: Case, scratch: Path, rows: int, part: int) -> dict[str, Any]:

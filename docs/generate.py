@@ -26,11 +26,10 @@ from docs.api import api_page
 from docs.errors import errors_page
 from docs.public_names import public_page
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
-from lightrft.api.calls import TRAINED, signed
-from lightrft.config import demo, model, verbs
+from lightrft.api.calls import signed
+from lightrft.config import verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
-from lightrft.config.config_tools import CompareConfig, ImportConfig, ShowConfig
-from lightrft.config.generation import serving
+from lightrft.config.config_tools import ShowConfig
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
@@ -44,6 +43,7 @@ from lightrft.observability.metric_table import METRICS
 from lightrft.trainer.explanation.explain import Line, explain, symbol_of, to_latex
 from lightrft.trainer.explanation.explain_supervised import explain_supervised
 from lightrft.trainer.phases import PHASES
+from lightrft.verbs import VERBS, trains
 
 DOCS = Path(__file__).resolve().parent
 MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it. -->\n"
@@ -63,33 +63,12 @@ class Shown(verbs.RLConfig):
     """The rows to show, and the page."""
 
 
-VERBS: dict[str, type[Settings]] = {
-    "rl": verbs.RLConfig,
-    "sft": verbs.SFTConfig,
-    "dpo": verbs.DPOConfig,
-    "kto": verbs.KTOConfig,
-    "rm": verbs.RMConfig,
-    "grm": verbs.JudgeRLConfig,
-    "prm": verbs.PRMVerbConfig,
-    "distill": verbs.DistillVerbConfig,
-    "iterate": verbs.IterateConfig,
-    "eval": verbs.EvaluateConfig,
-    "eval-rm": verbs.EvalRMConfig,
-    "compare": CompareConfig,
-    "generate": verbs.GenerateConfig,
-    "label-steps": verbs.LabelStepsConfig,
-    "chat": verbs.ChatConfig,
-    "serve": serving.ServeConfig,
-    "serve-rm": serving.ServeRMConfig,
-    "serve-tinker": serving.ServeTinkerConfig,
-    "export": verbs.ExportConfig,
-    "merge": model.MergeConfig,
-    "convert": model.ConvertConfig,
-    "import-config": ImportConfig,
+SETTINGS: dict[str, type[Settings]] = {
+    **{name: verb.settings_class() for name, verb in VERBS.items() if verb.settings},
     "doctor": Examined,
     "data": Shown,
-    "demo": demo.DemoConfig,
 }
+"""Settings of each verb, with the config that it is about."""
 RESULTS = {"data": "ShownData"}
 """Classes of the results of functions that do not train."""
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
@@ -161,7 +140,7 @@ def python_stub() -> str:
         {cls for text in functions for cls in re.findall(r"(\w+Config|\w+Settings) \|", text)}
     )
     modules: dict[str, list[str]] = {}
-    for cls in dict.fromkeys((Settings, *_branches(), *VERBS.values())):
+    for cls in dict.fromkeys((Settings, *_branches(), *SETTINGS.values())):
         if cls.__name__ in {*used, "Settings"}:
             modules.setdefault(cls.__module__, []).append(cls.__name__)
     for event in EVENTS.values():
@@ -194,7 +173,7 @@ def python_stub() -> str:
 
 def _signature(name: str) -> str:
     """Return the signature of the function ``name``, and its docstring."""
-    result = "Run" if name == "grm" or name in TRAINED else RESULTS.get(name, "Any")
+    result = "Run" if name == "grm" or trains(name) else RESULTS.get(name, "Any")
     found = inspect.signature(signed(name)).parameters.values()
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     rows = [
@@ -510,7 +489,7 @@ def configuration_page() -> str:
         "file, editors complete its",
         "settings, show their descriptions and mark mistakes.\n",
         "## Verbs\n",
-        *(_verb(verb, cls) for verb, cls in VERBS.items()),
+        *(_verb(verb, cls) for verb, cls in SETTINGS.items()),
         "`lightrft explain` reads what `lightrft rl` reads.\n",
         "## Sections\n",
         *(_branch(cls) for cls in _branches()),
@@ -531,11 +510,11 @@ def _branch(cls: type[Settings]) -> str:
 def _branches() -> list[type[Settings]]:
     """Classes that the verbs' trees are made of, in the order in which they are met; those of the verbs themselves left out."""
     found: list[type[Settings]] = []
-    waiting = list(VERBS.values())
+    waiting = list(SETTINGS.values())
     while waiting:
         cls = waiting.pop(0)
         below = [c for f in cls.model_fields.values() for c in _classes(f.annotation)]
-        fresh = [c for c in dict.fromkeys(below) if c not in found and c not in VERBS.values()]
+        fresh = [c for c in dict.fromkeys(below) if c not in found and c not in SETTINGS.values()]
         found += fresh
         waiting += fresh
     return found
@@ -564,7 +543,7 @@ def _kind(kind: Any) -> str:
     if origin is typing.Annotated:
         return _kind(inner[0])
     if isinstance(kind, type) and issubclass(kind, Settings):
-        verb = next((v for v, c in VERBS.items() if c is kind), None)
+        verb = next((v for v, c in SETTINGS.items() if c is kind), None)
         return f"[{kind.__name__}](#{(verb or kind.__name__).lower()})"
     if origin is typing.Literal:
         return " or ".join(f"`{v}`" for v in inner)

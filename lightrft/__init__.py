@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightrft import verbs
 from lightrft.utils.public_names import install
 
-VERBS = (
-    *("rl", "sft", "dpo", "kto", "rm", "prm", "grm", "distill", "iterate"),
-    *("data", "eval", "eval_rm", "generate", "label_steps"),
-    *("export", "merge", "convert", "import_config", "serve", "serve_rm", "serve_tinker"),
-)
+VERBS = tuple(name.replace("-", "_") for name, row in verbs.VERBS.items() if row.function)
 """Verbs that are functions of this module."""
 
 ERRORS = ("ConfigError", "UserError")
@@ -57,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 def _hint(name: str) -> str:
     """Return the function here for a class of another framework, as ``GRPOTrainer``, or ""."""
-    from lightrft.cli.main import meant_verb
+    from lightrft.config.presets import meant_verb
     from lightrft.utils.errors import closest
 
     verb, setting, value = meant_verb(name.removesuffix("Config").removesuffix("Trainer").lower())

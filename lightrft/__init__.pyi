@@ -660,7 +660,7 @@ def iterate(
     on_end: Callable[[EndEvent], object] | None = ...,
     **settings: Any,
 ) -> Run:
-    """Repeat: generate, select by reward, and train.
+    """Repeat rounds: generate responses, select training rows by their rewards, and train. Rejection sampling, iterative DPO, best-of-n distillation and self-play.
 
     Args:
         run: Folder of all rounds and start. Round 1 takes the seed of `run`, and each later round
@@ -700,75 +700,6 @@ def iterate(
         on_eval: The run is evaluated; after 0 steps if ``eval.at_start`` is set.
         on_checkpoint: A checkpoint is written.
         on_end: The run has ended, and its summary is written.
-    """
-
-def data(
-    *configs: Given,
-    run: RunConfig | Mapping[str, Any] = ...,
-    model: Any = ...,
-    reference: Any = ...,
-    teacher: Any = ...,
-    critic: CriticConfig | Mapping[str, Any] = ...,
-    cost_critic: ValueModelConfig | Mapping[str, Any] = ...,
-    prm: PRMConfig | Mapping[str, Any] = ...,
-    ptx: PtxConfig | Mapping[str, Any] = ...,
-    data: Data = ...,
-    eval: Data = ...,
-    rollout: RolloutConfig | Mapping[str, Any] = ...,
-    sampling: SamplingConfig | Mapping[str, Any] = ...,
-    engine: EngineConfig | Mapping[str, Any] | str = ...,
-    reward: Any = ...,
-    algorithm: AlgorithmConfig | Mapping[str, Any] | str = ...,
-    train: RLTrainConfig | Mapping[str, Any] = ...,
-    optimizer: OptimizerConfig | Mapping[str, Any] = ...,
-    strategy: StrategyConfig | Mapping[str, Any] | str = ...,
-    launch: LaunchConfig | Mapping[str, Any] = ...,
-    checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
-    hub: HubConfig | Mapping[str, Any] = ...,
-    log: LogConfig | Mapping[str, Any] = ...,
-    show: ShowConfig | Mapping[str, Any] = ...,
-    rewards: Any = ...,
-    steps: int = ...,
-    epochs: int = ...,
-    lr: float = ...,
-    name: str = ...,
-    dir: str = ...,
-    **settings: Any,
-) -> ShownData:
-    """Show the first rows of a config as a run reads them: their tokens, media and lengths.
-
-    Args:
-        run: Run folder and start.
-        model: Policy.
-        reference: Folder or name of the reference of the KL term; `null` takes the model that
-            training starts from.
-        teacher: Teacher of `algorithm.distill`.
-        critic: Critic of advantages that need one.
-        cost_critic: Second critic, which estimates the cost of `algorithm.lagrangian` for such
-            advantages.
-        prm: Process reward model of `prime`.
-        ptx: Supervised data next to the rollouts.
-        data: Prompts to learn from.
-        eval: Evaluation on the eval set.
-        rollout: Groups of responses of a step.
-        sampling: Generation of responses.
-        engine: Engine that generates responses.
-        reward: Scoring of responses.
-        algorithm: Advantage, loss and their terms.
-        train: Optimizer steps.
-        optimizer: Optimizer of the policy.
-        strategy: Devices, sharding and parallelism.
-        launch: Processes of the run.
-        checkpoint: Checkpoints.
-        hub: Hugging Face Hub.
-        log: Metrics, rollouts and batches on disk.
-        show: The rows to show, and the page.
-        rewards: Short for `reward.terms`.
-        steps: Short for `train.steps`.
-        epochs: Short for `train.epochs`.
-        lr: Short for `optimizer.lr`.
-        name: Short for `run.name`.
-        dir: Short for `run.dir`.
     """
 
 def eval(
@@ -923,6 +854,99 @@ def label_steps(
         dir: Short for `run.dir`.
     """
 
+def serve(
+    *configs: Given,
+    model: Any = ...,
+    name: str | None = ...,
+    http: HTTPConfig | Mapping[str, Any] = ...,
+    media: MediaConfig | Mapping[str, Any] = ...,
+    sampling: SamplingConfig | Mapping[str, Any] = ...,
+    engine: EngineConfig | Mapping[str, Any] | str = ...,
+    weights_token_file: str | None = ...,
+    max_tokens_per_micro_batch: int = ...,
+    device: str = ...,
+    threads: int = ...,
+    **settings: Any,
+) -> Any:
+    """Answer requests for text by a model, in the APIs of OpenAI and Anthropic.
+
+    Args:
+        model: Model, run folder or checkpoint.
+        name: Name of the model in answers; `null` takes `model.path`.
+        http: Address, tokens and limits.
+        media: Images, video and audio of requests. Without `allow.roots`, no request can name a
+            file of the server.
+        sampling: Generation, where a request sets nothing else.
+        engine: Engine of the server.
+        weights_token_file: File of bearer tokens, as `http.token_file`, of those who may replace
+            the weights, such as a run with `engine.kind: http`. `null` lets nobody replace them.
+        max_tokens_per_micro_batch: Largest number of tokens of a forward pass that computes
+            `logprobs` of a request.
+        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
+            there is one.
+        threads: Number of CPU threads; 0 leaves it to torch.
+    """
+
+def serve_rm(
+    *configs: Given,
+    model: Any = ...,
+    name: str | None = ...,
+    http: HTTPConfig | Mapping[str, Any] = ...,
+    batching: BatchingConfig | Mapping[str, Any] = ...,
+    media: MediaConfig | Mapping[str, Any] = ...,
+    sampling: SamplingConfig | Mapping[str, Any] = ...,
+    engine: EngineConfig | Mapping[str, Any] | str = ...,
+    device: str = ...,
+    threads: int = ...,
+    **settings: Any,
+) -> Any:
+    """Answer requests for scores of a reward model.
+
+    Args:
+        model: Reward model with heads, or generative reward model.
+        name: Name of the model in answers; `null` takes `model.path`.
+        http: Address, tokens and limits.
+        batching: Batches of requests that wait for scores. A generative model generates for all
+            requests at once, and takes only `max_tokens`, for log-probs.
+        media: Images, video and audio of requests. Without `allow.roots`, no request can name a
+            file of the server.
+        sampling: Generation by a generative reward model, where a request sets nothing else.
+        engine: Engine of a generative reward model.
+        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
+            there is one.
+        threads: Number of CPU threads; 0 leaves it to torch.
+    """
+
+def serve_tinker(
+    *configs: Given,
+    model: Any = ...,
+    name: str | None = ...,
+    dir: str = ...,
+    lora_alpha: float = ...,
+    http: HTTPConfig | Mapping[str, Any] = ...,
+    engine: EngineConfig | Mapping[str, Any] | str = ...,
+    max_tokens_per_micro_batch: int = ...,
+    device: str = ...,
+    threads: int = ...,
+    **settings: Any,
+) -> Any:
+    """Train and sample for programs that use tinker's client.
+
+    Args:
+        model: Base model, run folder or checkpoint. It stays as it is, and each training client has
+            an adapter.
+        name: Name of the base model that clients give; `null` takes `model.path`.
+        dir: Folder of the checkpoints of all clients.
+        lora_alpha: Scale of the adapters: their product counts `lora_alpha / rank` times. The
+            client gives the rank. Adapters of a checkpoint keep their scale.
+        http: Address, tokens and limits.
+        engine: Engine that samples.
+        max_tokens_per_micro_batch: Largest number of tokens of a forward pass.
+        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
+            there is one.
+        threads: Number of CPU threads; 0 leaves it to torch.
+    """
+
 def export(
     *configs: Given,
     path: str = ...,
@@ -1048,95 +1072,71 @@ def import_config(
         overwrite: Replace `output` if it exists.
     """
 
-def serve(
+def data(
     *configs: Given,
+    run: RunConfig | Mapping[str, Any] = ...,
     model: Any = ...,
-    name: str | None = ...,
-    http: HTTPConfig | Mapping[str, Any] = ...,
-    media: MediaConfig | Mapping[str, Any] = ...,
+    reference: Any = ...,
+    teacher: Any = ...,
+    critic: CriticConfig | Mapping[str, Any] = ...,
+    cost_critic: ValueModelConfig | Mapping[str, Any] = ...,
+    prm: PRMConfig | Mapping[str, Any] = ...,
+    ptx: PtxConfig | Mapping[str, Any] = ...,
+    data: Data = ...,
+    eval: Data = ...,
+    rollout: RolloutConfig | Mapping[str, Any] = ...,
     sampling: SamplingConfig | Mapping[str, Any] = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
-    weights_token_file: str | None = ...,
-    max_tokens_per_micro_batch: int = ...,
-    device: str = ...,
-    threads: int = ...,
-    **settings: Any,
-) -> Any:
-    """Answer requests for text by a model, in the APIs of OpenAI and Anthropic.
-
-    Args:
-        model: Model, run folder or checkpoint.
-        name: Name of the model in answers; `null` takes `model.path`.
-        http: Address, tokens and limits.
-        media: Images, video and audio of requests. Without `allow.roots`, no request can name a
-            file of the server.
-        sampling: Generation, where a request sets nothing else.
-        engine: Engine of the server.
-        weights_token_file: File of bearer tokens, as `http.token_file`, of those who may replace
-            the weights, such as a run with `engine.kind: http`. `null` lets nobody replace them.
-        max_tokens_per_micro_batch: Largest number of tokens of a forward pass that computes
-            `logprobs` of a request.
-        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
-            there is one.
-        threads: Number of CPU threads; 0 leaves it to torch.
-    """
-
-def serve_rm(
-    *configs: Given,
-    model: Any = ...,
-    name: str | None = ...,
-    http: HTTPConfig | Mapping[str, Any] = ...,
-    batching: BatchingConfig | Mapping[str, Any] = ...,
-    media: MediaConfig | Mapping[str, Any] = ...,
-    sampling: SamplingConfig | Mapping[str, Any] = ...,
-    engine: EngineConfig | Mapping[str, Any] | str = ...,
-    device: str = ...,
-    threads: int = ...,
-    **settings: Any,
-) -> Any:
-    """Answer requests for scores of a reward model.
-
-    Args:
-        model: Reward model with heads, or generative reward model.
-        name: Name of the model in answers; `null` takes `model.path`.
-        http: Address, tokens and limits.
-        batching: Batches of requests that wait for scores. A generative model generates for all
-            requests at once, and takes only `max_tokens`, for log-probs.
-        media: Images, video and audio of requests. Without `allow.roots`, no request can name a
-            file of the server.
-        sampling: Generation by a generative reward model, where a request sets nothing else.
-        engine: Engine of a generative reward model.
-        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
-            there is one.
-        threads: Number of CPU threads; 0 leaves it to torch.
-    """
-
-def serve_tinker(
-    *configs: Given,
-    model: Any = ...,
-    name: str | None = ...,
+    reward: Any = ...,
+    algorithm: AlgorithmConfig | Mapping[str, Any] | str = ...,
+    train: RLTrainConfig | Mapping[str, Any] = ...,
+    optimizer: OptimizerConfig | Mapping[str, Any] = ...,
+    strategy: StrategyConfig | Mapping[str, Any] | str = ...,
+    launch: LaunchConfig | Mapping[str, Any] = ...,
+    checkpoint: CheckpointConfig | Mapping[str, Any] = ...,
+    hub: HubConfig | Mapping[str, Any] = ...,
+    log: LogConfig | Mapping[str, Any] = ...,
+    show: ShowConfig | Mapping[str, Any] = ...,
+    rewards: Any = ...,
+    steps: int = ...,
+    epochs: int = ...,
+    lr: float = ...,
+    name: str = ...,
     dir: str = ...,
-    lora_alpha: float = ...,
-    http: HTTPConfig | Mapping[str, Any] = ...,
-    engine: EngineConfig | Mapping[str, Any] | str = ...,
-    max_tokens_per_micro_batch: int = ...,
-    device: str = ...,
-    threads: int = ...,
     **settings: Any,
-) -> Any:
-    """Train and sample for programs that use tinker's client.
+) -> ShownData:
+    """Show the first rows of a config as a run reads them: their tokens, media and lengths.
 
     Args:
-        model: Base model, run folder or checkpoint. It stays as it is, and each training client has
-            an adapter.
-        name: Name of the base model that clients give; `null` takes `model.path`.
-        dir: Folder of the checkpoints of all clients.
-        lora_alpha: Scale of the adapters: their product counts `lora_alpha / rank` times. The
-            client gives the rank. Adapters of a checkpoint keep their scale.
-        http: Address, tokens and limits.
-        engine: Engine that samples.
-        max_tokens_per_micro_batch: Largest number of tokens of a forward pass.
-        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
-            there is one.
-        threads: Number of CPU threads; 0 leaves it to torch.
+        run: Run folder and start.
+        model: Policy.
+        reference: Folder or name of the reference of the KL term; `null` takes the model that
+            training starts from.
+        teacher: Teacher of `algorithm.distill`.
+        critic: Critic of advantages that need one.
+        cost_critic: Second critic, which estimates the cost of `algorithm.lagrangian` for such
+            advantages.
+        prm: Process reward model of `prime`.
+        ptx: Supervised data next to the rollouts.
+        data: Prompts to learn from.
+        eval: Evaluation on the eval set.
+        rollout: Groups of responses of a step.
+        sampling: Generation of responses.
+        engine: Engine that generates responses.
+        reward: Scoring of responses.
+        algorithm: Advantage, loss and their terms.
+        train: Optimizer steps.
+        optimizer: Optimizer of the policy.
+        strategy: Devices, sharding and parallelism.
+        launch: Processes of the run.
+        checkpoint: Checkpoints.
+        hub: Hugging Face Hub.
+        log: Metrics, rollouts and batches on disk.
+        show: The rows to show, and the page.
+        rewards: Short for `reward.terms`.
+        steps: Short for `train.steps`.
+        epochs: Short for `train.epochs`.
+        lr: Short for `optimizer.lr`.
+        name: Short for `run.name`.
+        dir: Short for `run.dir`.
     """

@@ -18,16 +18,15 @@ from lightrft.api.progress import watching
 from lightrft.api.run import Run, json_lines
 from lightrft.api.shown_data import ShownData, shown_data
 from lightrft.api.signatures import SHORT, sign
-from lightrft.api.start import check_trained, import_function, memory_errors, program, started
-from lightrft.api.verbs import (
-    JUDGE,
-    ONE_PROCESS,
-    SERVING,
-    TRAINING,
-    FolderConfig,
-    fitting,
-    plain_settings,
+from lightrft.api.start import (
+    check_trained,
+    import_function,
+    memory_errors,
+    program,
+    started,
+    threads_of,
 )
+from lightrft.api.verbs import fitting, plain_settings
 from lightrft.config.base import (
     Loaded,
     Settings,
@@ -54,6 +53,7 @@ from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import ConfigError, did_you_mean
 from lightrft.utils.memory_function import DIGITS
 from lightrft.utils.stop_signal import raise_at_termination
+from lightrft.verbs import VERBS, of_kind, trains
 
 Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Settings
 """Settings: the path of a YAML file, a tree of values, or a config object."""
@@ -78,18 +78,15 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
         ConfigError: Lists every problem of the settings.
     """
     callbacks, settings = take_callbacks(verb, settings)
-    if verb in TRAINED:
-        cls, function = TRAINED[verb]
-        config = plain_settings(read(cls, configs, settings))
-        return _trained(verb, function, config, callbacks)
-    others = {**ONE_PROCESS, **SERVING}
-    if verb not in others:
-        hint = did_you_mean(verb, {**TRAINED, **others})
+    row = trains(verb) or of_kind("call", "server").get(verb)
+    if row is None:
+        hint = did_you_mean(verb, of_kind("training", "rounds", "call", "server"))
         raise ConfigError(f"there is no function of the verb {verb!r}{hint}")
-    config = read(others[verb].settings, configs, settings)
-    threads = 0 if isinstance(config, FolderConfig) else _threads(config)
+    config = read(row.settings_class(), configs, settings)
+    if trains(verb):
+        return _trained(verb, row.function, plain_settings(config), callbacks)
     with show_warnings():
-        run = import_function(others[verb].function, threads)
+        run = import_function(row.function, threads_of(config))
         if callbacks:  # of a generation
             with watching(config.run, callbacks) as observer:
                 result = run(config, observer=observer)
@@ -100,14 +97,6 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     import pandas
 
     return pandas.DataFrame(json_lines(Path(config.output).expanduser()))
-
-
-TRAINED: dict[str, tuple[type[Settings], str]] = {
-    **{verb: (row.settings, row.function) for verb, row in TRAINING.items()},
-    **{f"grm-{method}": (row.settings, row.function) for method, row in JUDGE.items()},
-    "iterate": (IterateConfig, "lightrft.trainer.pipelines.iterate:run_iterate"),
-}
-"""Settings and function of each verb that trains."""
 
 
 def read(cls: type[Any], configs: Sequence[Given], settings: Mapping[str, Any]) -> Any:
@@ -194,7 +183,7 @@ def take_callbacks(verb: str, settings: Mapping[str, Any]) -> tuple[Callbacks, d
             raise ConfigError(
                 f"{name} = {value!r} is no function; give one whose argument is the event"
             )
-        if verb not in TRAINED and (verb, name) != ("generate", RolloutsEvent.name):
+        if trains(verb) is None and (verb, name) != ("generate", RolloutsEvent.name):
             raise ConfigError(
                 f"{name} is called by verbs that train, and {verb} does not; leave it out"
             )
@@ -260,10 +249,6 @@ def _in_processes(verb: str, config: TrainingConfig) -> bool:
     return True
 
 
-def _threads(config: Any) -> int:
-    return config.run.threads if hasattr(config, "run") else config.threads
-
-
 @contextmanager
 def show_warnings() -> Generator[None]:
     """Show warnings, and explain out-of-memory errors, as the command line does."""
@@ -325,10 +310,9 @@ def data(*configs: Given, **settings: Any) -> ShownData:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
-        verb.replace("-", "_"): _function(verb, row.about)
-        for verb, row in {**TRAINING, **ONE_PROCESS, **SERVING}.items()
+        verb.replace("-", "_"): _function(verb, row.purpose)
+        for verb, row in of_kind("training", "rounds", "call", "server").items()
     },
-    "iterate": _function("iterate", "Repeat: generate, select by reward, and train."),
     "grm": grm,
     "data": data,
 }
@@ -342,13 +326,7 @@ def signed(name: str) -> Callable[..., Any]:
     Only a program reads these, so the command line starts without them.
     """
     function = FUNCTIONS[name]
-    rows = {**ONE_PROCESS, **SERVING}
     verb = name.replace("_", "-")
-    if name == "data":
-        classes = [RLConfig, _Shown]
-    elif name == "grm":
-        classes = [JUDGE["rl"].settings]
-    else:
-        classes = [TRAINED[verb][0] if verb in TRAINED else rows[verb].settings]
-    sign(function, name, classes, trains=name in TRAINED or name == "grm")
+    classes = [RLConfig, _Shown] if name == "data" else [VERBS[verb].settings_class()]
+    sign(function, name, classes, trains=name == "grm" or trains(verb) is not None)
     return function

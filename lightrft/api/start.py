@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from lightrft.config.base import has_setting
 from lightrft.config.run import RunConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.torchrun import run_processes
@@ -53,6 +54,13 @@ def program(path: str, config: TrainingConfig) -> Callable[..., dict[str, Any]]:
 
         return partial(run_on_ray, path)
     return import_function(path, config.run.threads)
+
+
+def threads_of(config: Any) -> int:
+    """Return the number of threads that settings ask for: 0 for the number of the machine."""
+    if has_setting(type(config), "run.threads"):
+        return config.run.threads
+    return config.threads if has_setting(type(config), "threads") else 0
 
 
 def import_function(path: str, threads: int) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from lightrft.api.start import memory_errors, quick_imports, set_threads
 from lightrft.cli.arguments import positional, settings_of
 from lightrft.config.verbs import ChatConfig
 from lightrft.utils.errors import DataError, is_unicode
+from lightrft.verbs import VERBS
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -18,11 +19,9 @@ def run(arguments: Sequence[str]) -> int:
     ``/clear`` clears the conversation. ``/exit`` or the end of input leaves. ``/<kind> path``
     attaches a file to the next message.
     """
-    about = (
-        "Talk to a model. /clear starts a new conversation, /exit leaves, /image path (or "
-        "another kind) goes with the next message."
-    )
-    config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
+    verb = VERBS["chat"]
+    words = positional(arguments, verb.path_setting)
+    config = settings_of("chat", ChatConfig, words, verb.purpose)
     if config is None:
         return 0
     with quick_imports():

@@ -12,17 +12,14 @@ from lightrft.cli.report import folder_of
 from lightrft.config.config_tools import CompareConfig
 from lightrft.utils.atomic_files import disk_errors, write_json
 from lightrft.utils.errors import ConfigError
+from lightrft.verbs import VERBS
 
 SIDES = ("baseline", "candidate")
-ABOUT = (
-    "Compare two evaluations of the same prompts: lightrft compare BASELINE CANDIDATE. Prints the "
-    "paired difference with its interval, and says if it is within noise."
-)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Compare two evaluations, print the result, and write it to ``output`` if one is named."""
-    config = settings_of("compare", CompareConfig, named(arguments), ABOUT)
+    config = settings_of("compare", CompareConfig, named(arguments), VERBS["compare"].purpose)
     if config is None:
         return 0
     # Imported here: the help need not wait for numpy.

@@ -7,29 +7,15 @@ import typing
 from collections.abc import Iterator, Sequence
 
 from lightrft.cli.arguments import wants_usage
-from lightrft.cli.main import VERBS
-from lightrft.cli.settings import classes
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings, branch_of
-from lightrft.config.config_tools import CompareConfig, ShowConfig
-from lightrft.config.demo import DemoConfig
 from lightrft.config.engine import KINDS, EngineConfig
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import PRESETS
-from lightrft.config.verbs import ChatConfig, DoctorConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
 from lightrft.utils.yaml_text import inline_yaml
-
-OWN: dict[str, type[Settings]] = {"chat": ChatConfig, "compare": CompareConfig, "demo": DemoConfig}
-"""Settings of verbs outside the table of verbs."""
-
-ABOUT_OTHERS: dict[str, type[Settings] | None] = {
-    "doctor": DoctorConfig,
-    "data": ShowConfig,
-    "explain": None,
-}
-"""Verbs about configs of other verbs, with the class of their own settings."""
+from lightrft.verbs import VERBS, all_settings
 
 NAMES: dict[tuple[type[Settings], str], Sequence[str]] = {
     (AlgorithmConfig, "preset"): tuple(PRESETS),
@@ -132,15 +118,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def table() -> str:
     """Return a line for each word: the verbs that take it, and the word, such as ``kind=vllm``."""
-    known = {**classes(), **OWN}
+    known = all_settings()
     words: dict[str, list[str]] = {"": [*VERBS, "--help", "--version"], "completion": [*SHELLS]}
-    words["grm"] = [verb.removeprefix("grm ") for verb in known if verb.startswith("grm ")]
+    words |= {name: [*verb.methods] for name, verb in VERBS.items() if verb.methods}
     words["settings"], words["check"] = ["--schema"], ["--kind", "--limit"]
     for verb, cls in known.items():
         words[verb] = ["--help", *settings(cls)]
-    for verb, own in ABOUT_OTHERS.items():
-        more = settings(own, f"{verb if verb == 'doctor' else 'show'}.") if own else PRESETS
-        words[verb] = [*more, *words["rl"]]
+    for name, row in VERBS.items():
+        if row.section:
+            own = settings(row.settings_class(), f"{row.section}.") if row.settings else PRESETS
+            words[name] = [*own, *words["rl"]]
     verbs: dict[str, list[str]] = {}
     for verb, each in words.items():
         for word in each:

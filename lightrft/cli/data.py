@@ -11,8 +11,9 @@ from lightrft.api.start import memory_errors
 from lightrft.cli.arguments import show_help, split_settings
 from lightrft.cli.verbs import config_of
 from lightrft.config.config_tools import ShowConfig
+from lightrft.verbs import VERBS
 
-MARK = "show."
+MARK = f"{VERBS['data'].section}."
 COLORS = ("\x1b[32m", "\x1b[0m")
 """Green for trained tokens, and the end of a color."""
 
@@ -20,8 +21,7 @@ COLORS = ("\x1b[32m", "\x1b[0m")
 def run(arguments: Sequence[str]) -> int:
     """Print the first rows of a config as a run reads them."""
     if {"-h", "--help"} & set(arguments):
-        about = "Print the first rows of a config as a run reads them: tokens, media, lengths."
-        show_help("data", ShowConfig(), about, prefix=MARK)
+        show_help("data", ShowConfig(), VERBS["data"].purpose, prefix=MARK)
         return 0
     options, others = split_settings(ShowConfig, MARK, arguments)
     config = config_of(options.verb, others).settings

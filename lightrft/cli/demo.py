@@ -13,6 +13,7 @@ from lightrft.api.start import check_trained, exit_status, memory_errors, quick_
 from lightrft.cli.arguments import is_word, settings_of
 from lightrft.config.demo import DemoConfig
 from lightrft.utils.errors import ConfigError, did_you_mean
+from lightrft.verbs import VERBS
 
 DEMOS = {
     "arithmetic": "a language model learns to work sums out",
@@ -29,10 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     """Train a tiny model and write a report about it."""
     name, arguments = demo_of(arguments)
     kinds = "\n".join(f"  {which:<10} {what}" for which, what in DEMOS.items())
-    about = (
-        "Train a model from random weights by rewards or preferences, and write a "
-        f"report.\n\n{kinds}"
-    )
+    about = f"{VERBS['demo'].purpose}\n\n{kinds}"
     with resources.as_file(preset(name)) as file:
         config = settings_of(
             f"demo [{' | '.join(DEMOS)}]", DemoConfig, arguments, about, [str(file)]

@@ -11,8 +11,9 @@ from lightrft.api.start import memory_errors, quick_imports, set_threads
 from lightrft.cli.arguments import HELP, show_help, split_settings
 from lightrft.cli.verbs import config_of
 from lightrft.config.verbs import DoctorConfig
+from lightrft.verbs import VERBS
 
-MARK = "doctor."
+MARK = f"{VERBS['doctor'].section}."
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -20,11 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     finding.
     """
     if not HELP.isdisjoint(arguments):
-        about = (
-            "Estimate the memory and time of a run of this config, and find problems, before it "
-            "starts."
-        )
-        show_help("doctor", DoctorConfig(), about, prefix=MARK)
+        show_help("doctor", DoctorConfig(), VERBS["doctor"].purpose, prefix=MARK)
         return 0
     options, others = split_settings(DoctorConfig, MARK, arguments)
     config = config_of(options.verb, others).settings

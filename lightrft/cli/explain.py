@@ -15,11 +15,12 @@ from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import IterateConfig, TrainingConfig
 from lightrft.utils.errors import ConfigError
+from lightrft.verbs import VERBS
 
 if TYPE_CHECKING:
     from lightrft.trainer.explanation.explain import Explanation
 
-MARK = "explain.verb="
+MARK = f"{VERBS['explain'].section}.verb="
 
 
 def run(arguments: Sequence[str]) -> int:

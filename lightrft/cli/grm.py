@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.api.verbs import JUDGE
 from lightrft.cli.arguments import wants_usage
 from lightrft.cli.verbs import train
 from lightrft.utils.errors import ConfigError, did_you_mean
+from lightrft.verbs import VERBS
+
+JUDGE = VERBS["grm"].methods
 
 
 def run(arguments: Sequence[str]) -> int:
     """Train a judge by the method that is the first word, and return the exit status."""
     if not arguments or wants_usage(arguments[:1]):
-        lines = "".join(f"  {name:<4} {row.about}\n" for name, row in JUDGE.items())
+        lines = "".join(f"  {name:<4} {row.purpose}\n" for name, row in JUDGE.items())
         sys.stdout.write(
             f"lightrft grm <{' | '.join(JUDGE)}> [config.yaml ...] [key=value ...]\n\n{lines}"
         )

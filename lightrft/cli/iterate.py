@@ -10,6 +10,7 @@ from lightrft.api.progress import closing_lines, watching, with_report
 from lightrft.api.start import check_trained, exit_status, memory_errors, quick_imports, set_threads
 from lightrft.cli.arguments import settings_of
 from lightrft.config.verbs import IterateConfig
+from lightrft.verbs import VERBS
 
 COLUMNS = {
     "round": "round",
@@ -25,11 +26,7 @@ COLUMNS = {
 
 def run(arguments: Sequence[str]) -> int:
     """Repeat generation, selection and training, and print a table of the rounds."""
-    about = (
-        "Repeat rounds: generate responses, select training rows by their rewards, and train. "
-        "Rejection sampling, iterative DPO, best-of-n distillation and self-play."
-    )
-    config = settings_of("iterate", IterateConfig, arguments, about)
+    config = settings_of("iterate", IterateConfig, arguments, VERBS["iterate"].purpose)
     if config is None:
         return 0
     with quick_imports():

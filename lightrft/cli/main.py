@@ -18,82 +18,7 @@ from lightrft.utils.atomic_files import disk_problem, path_problem
 from lightrft.utils.cpu_threads import set_thread_policy
 from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.stop_signal import Terminated, raise_at_termination
-
-VERBS = {
-    "demo": "train a model from random weights by reinforcement learning, and write a report",
-    "rl": "train by reinforcement learning from rewards",
-    "sft": "fine-tune on conversations",
-    "dpo": "train on preferred and rejected responses: DPO and its family",
-    "kto": "train on responses labelled as desirable or not: KTO, BCO",
-    "rm": "train a reward model on compared, ranked or rated responses",
-    "prm": "train a process reward model on responses whose steps have labels",
-    "grm": "train a judge of responses, by sft, rl or dpo on judgements",
-    "distill": "train towards the distributions of a teacher",
-    "iterate": "repeat: generate, select by reward, train; e.g. rejection sampling, iterative DPO",
-    "eval": "measure the accuracy of a model on an eval set",
-    "eval-rm": "measure how well a reward model orders given responses",
-    "compare": "compare two evaluations of the same prompts, with an interval",
-    "generate": "generate responses to a file of prompts, or training rows from them",
-    "label-steps": "label the steps of solutions by responses that continue them",
-    "chat": "talk to a model",
-    "serve": "answer requests for text by a model, as OpenAI and Anthropic do",
-    "serve-rm": "answer requests for scores of a reward model",
-    "serve-tinker": "train and sample for programs that use tinker's client",
-    "export": "write a Hugging Face folder from a run or a checkpoint",
-    "merge": "write one model folder from several models, or from adapters",
-    "convert": "write a model folder with another type of weights, or size of files",
-    "import-config": "write a config of TRL, verl, OpenRLHF, LLaMA-Factory ... as one of lightrft",
-    "report": "write a page about a run: curves, groups, advantages and responses",
-    "data": "print the first rows of a config as a run reads them, with the trained tokens",
-    "settings": "search the settings of all verbs; print their JSON Schema for editors",
-    "completion": "print a script by which bash, zsh or fish complete verbs and settings",
-    "explain": "print the objective of a preset or a config",
-    "doctor": "estimate memory and time, and find problems, before a run starts",
-    "check": "test a function of the user against the contract of its kind",
-}
-"""Description of each verb in the help."""
-
-IN_TABLE = (
-    *("rl", "sft", "dpo", "kto", "rm", "prm", "distill"),
-    *("eval", "eval-rm", "generate", "label-steps", "export", "merge", "convert", "import-config"),
-    *("serve", "serve-rm", "serve-tinker"),
-)
-"""Verbs with a row in ``lightrft.cli.verbs``.
-
-Each other verb is a module with ``run(arguments) -> exit status``.
-"""
-
-
-OTHER_VERBS: dict[str, str] = {
-    **dict.fromkeys(("train", "train_rl", "train-rl", "rlhf"), "rl"),
-    **dict.fromkeys(("grpo", "ppo", "dapo", "rloo", "reinforce"), "rl"),
-    **dict.fromkeys(("finetune", "fine-tune", "fine_tune", "train_sft", "train-sft"), "sft"),
-    **dict.fromkeys(("preference", "train_dpo", "train-dpo", "simpo", "ipo", "orpo", "cpo"), "dpo"),
-    **dict.fromkeys(("train_kto", "train-kto", "bco"), "kto"),
-    **dict.fromkeys(("reward", "reward-model", "reward_model", "train_rm", "train-rm"), "rm"),
-    **dict.fromkeys(("train_prm", "train-prm", "process-reward", "process_reward"), "prm"),
-    **dict.fromkeys(("judge", "generative-reward-model", "genrm", "train_grm"), "grm"),
-    **dict.fromkeys(("gkd", "kd", "distillation", "knowledge-distillation"), "distill"),
-    **dict.fromkeys(("evaluate", "test", "validate", "benchmark"), "eval"),
-    **dict.fromkeys(("eval_rm", "evaluate-rm", "rewardbench", "reward-bench"), "eval-rm"),
-    **dict.fromkeys(("diff", "compare-runs", "significance"), "compare"),
-    **dict.fromkeys(("infer", "inference", "predict", "sample", "rollout"), "generate"),
-    **dict.fromkeys(("best_of_n", "best-of-n", "batch_inference", "batch-inference"), "generate"),
-    **dict.fromkeys(("raft", "rft", "rejection-sampling", "rejection_sampling"), "iterate"),
-    **dict.fromkeys(("iterative-dpo", "iterative_dpo", "iter_dpo", "spin", "star"), "iterate"),
-    **dict.fromkeys(("label_steps", "math-shepherd", "omegaprm", "mc-labels"), "label-steps"),
-    **dict.fromkeys(("talk", "repl", "ask"), "chat"),
-    **dict.fromkeys(("vllm-serve", "vllm", "api-server", "api", "server"), "serve"),
-    **dict.fromkeys(("serve_rm", "reward-server", "serve-reward", "get_reward"), "serve-rm"),
-    **dict.fromkeys(("serve_tinker", "tinker"), "serve-tinker"),
-    **dict.fromkeys(("plan", "estimate", "diagnose", "dry-run"), "doctor"),
-    **dict.fromkeys(("describe", "formula"), "explain"),
-    **dict.fromkeys(("search", "find", "options", "config", "setting"), "settings"),
-    **dict.fromkeys(("import", "import_config", "translate", "migrate"), "import-config"),
-    **dict.fromkeys(("show", "rows", "inspect", "preview", "dataset", "preprocess"), "data"),
-    **dict.fromkeys(("merge-lora", "merge_lora", "mergekit", "mergekit-yaml", "soup"), "merge"),
-}
-"""Name that another tool uses for a verb, to the verb, for suggestions."""
+from lightrft.verbs import VERBS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,26 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def verb_hint(word: str) -> str:
     """Return ``; did you mean ...?`` for a word that is no verb, or ""."""
+    from lightrft.config.presets import meant_verb
+
     verb, setting, value = meant_verb(word)
     if setting:
         return f"; did you mean 'lightrft {verb} {setting}={value}'?"
     return did_you_mean(verb, VERBS)
-
-
-def meant_verb(word: str) -> tuple[str, str, str]:
-    """Return the verb that a word of another tool means, and a setting with its value, or "".
-
-    Another word is returned as it is.
-    """
-    from lightrft.config.preference.presets import PREFERENCE_PRESETS
-    from lightrft.config.presets import PRESETS
-
-    name = word.lower()
-    if name in PRESETS:
-        return "rl", "algorithm", name
-    if name in PREFERENCE_PRESETS and name not in VERBS:
-        return "kto" if name == "bco" else "dpo", "preference", name
-    return OTHER_VERBS.get(name, word), "", ""
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
@@ -190,14 +101,14 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
     # Imported here: the help and the errors of one verb need not wait for torch.
     if verb not in ("check", "explain", "settings"):  # they have options that are no settings
         arguments = importlib.import_module("lightrft.cli.arguments").without_dashes(arguments)
-    if verb in IN_TABLE:
+    if VERBS[verb].kind in ("training", "call", "server"):
         return importlib.import_module("lightrft.cli.verbs").run_verb(verb, arguments)
     return importlib.import_module(f"lightrft.cli.{verb}").run(arguments)
 
 
 def usage() -> str:
     """Return the table of verbs."""
-    rows = "\n".join(f"  {verb:<13} {what}" for verb, what in VERBS.items())
+    rows = "\n".join(f"  {name:<13} {verb.about}" for name, verb in VERBS.items())
     return (
         f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> "
         "--help lists its settings.\n"

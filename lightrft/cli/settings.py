@@ -9,14 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lightrft.api.calls import TRAINED
-from lightrft.api.verbs import ONE_PROCESS, SERVING
 from lightrft.cli.arguments import description_lines, wants_usage
-from lightrft.config.base import Settings, description_of, dotted, leaves, section_defaults
+from lightrft.config.base import description_of, dotted, leaves, section_defaults
 from lightrft.config.json_schema import json_schema
 from lightrft.config.other_names.table import ROWS
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml
+from lightrft.verbs import all_settings
 
 USAGE = "lightrft settings <word> [<word> ...] | --schema <verb>"
 MOST = 40
@@ -74,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 def settings() -> Iterator[Found]:
     """Yield every setting of every verb, once for each description and default."""
     rows: dict[tuple[str, str, str], Found] = {}
-    for verb, cls in classes().items():
+    for verb, cls in all_settings().items():
         # The defaults of a section may differ from those of its class.
         own = dict(dotted(cls().model_dump(mode="json")))
         for name in leaves(cls):
@@ -88,20 +87,13 @@ def settings() -> Iterator[Found]:
     yield from rows.values()
 
 
-def classes() -> dict[str, type[Settings]]:
-    """Return the class of settings of each verb."""
-    found: dict[str, type[Settings]] = {verb: cls for verb, (cls, _) in TRAINED.items()}
-    found |= {verb: row.settings for verb, row in {**ONE_PROCESS, **SERVING}.items()}
-    return {verb.replace("grm-", "grm "): cls for verb, cls in found.items()}
-
-
 def schema_text(words: Sequence[str]) -> str:
     """Return the JSON Schema of the verb ``words``, indented.
 
     Raises:
         ConfigError: There is no such verb with settings.
     """
-    verb, known = " ".join(words), classes()
+    verb, known = " ".join(words), all_settings()
     if verb not in known:
         wrong = f" and not {verb}" if verb else ""
         raise ConfigError(f"--schema takes a verb{wrong}: {', '.join(known)}")

@@ -6,31 +6,21 @@ import sys
 from collections.abc import Sequence
 
 from lightrft.api.progress import finish, watching, with_report
-from lightrft.api.start import import_function, memory_errors, program, started
-from lightrft.api.verbs import (
-    ONE_PROCESS,
-    SERVING,
-    TRAINING,
-    FolderConfig,
-    OneProcessVerb,
-    ServingVerb,
-    TrainingVerb,
-    fitting,
-    plain_settings,
-)
+from lightrft.api.start import import_function, memory_errors, program, started, threads_of
+from lightrft.api.verbs import fitting, plain_settings
 from lightrft.cli.arguments import file_first, parse, positional, settings_of, with_origin
 from lightrft.config.base import Loaded
 from lightrft.config.verbs import RLConfig, TrainingConfig
 from lightrft.trainer.checks.check_rollout import check_algorithm
+from lightrft.verbs import VERBS, Verb
 
 
-def run_verb(verb: str, arguments: Sequence[str]) -> int:
-    """Run a verb of this module's tables and return the exit status."""
-    if verb in TRAINING:
-        return train(verb, TRAINING[verb], arguments)
-    if verb in SERVING:
-        return serve(verb, SERVING[verb], arguments)
-    return run_here(verb, ONE_PROCESS[verb], arguments)
+def run_verb(name: str, arguments: Sequence[str]) -> int:
+    """Run a verb of the kind ``training``, ``call`` or ``server``, and return the exit status."""
+    verb = VERBS[name]
+    if verb.kind == "training":
+        return train(name, verb, arguments)
+    return (serve if verb.kind == "server" else run_here)(name, verb, arguments)
 
 
 def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
@@ -38,9 +28,7 @@ def config_of(verb: str, arguments: Sequence[str]) -> Loaded[TrainingConfig]:
     return fitting(verb, lambda cls: parse(cls, arguments))
 
 
-def train(
-    verb: str, row: TrainingVerb, arguments: Sequence[str], method: tuple[str, ...] = ()
-) -> int:
+def train(verb: str, row: Verb, arguments: Sequence[str], method: tuple[str, ...] = ()) -> int:
     """Train in this process, with torchrun, or on a Ray cluster, and return the exit status.
 
     Args:
@@ -49,7 +37,7 @@ def train(
         arguments: YAML files and ``key=value``.
         method: words between the verb and its arguments.
     """
-    parsed = settings_of(" ".join((verb, *method)), row.settings, arguments, row.about)
+    parsed = settings_of(" ".join((verb, *method)), row.settings_class(), arguments, row.purpose)
     if parsed is None:
         return 0
     config = plain_settings(parsed)
@@ -62,7 +50,7 @@ def train(
     return finish(config.run, summary)
 
 
-def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
+def run_here(verb: str, row: Verb, arguments: Sequence[str]) -> int:
     """Call the function of the verb, print its result and return the exit status.
 
     Args:
@@ -70,29 +58,27 @@ def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
         row: definition of the verb.
         arguments: YAML files and ``key=value``.
     """
-    if row.origin is not None:
+    if row.origin:
         arguments = with_origin(arguments, row.origin)
-    if row.takes_file:
+    if row.path == "file":
         words = file_first(arguments, row.path_setting)
     else:
-        words = positional(arguments, row.path_setting, several=row.several_paths)
-    config = settings_of(verb, row.settings, words, row.about)
+        words = positional(arguments, row.path_setting, several=row.path == "folders")
+    config = settings_of(verb, row.settings_class(), words, row.purpose)
     if config is None:
         return 0
-    # A verb that runs no model has no settings of a run.
-    threads = 0 if isinstance(config, FolderConfig) else config.run.threads
-    function = import_function(row.function, threads)
+    function = import_function(row.function, threads_of(config))
     with memory_errors():
         result = function(config)
     if row.notes is not None:
         sys.stderr.write(row.notes(result) + "\n")
-    if row.has_report and not isinstance(config, FolderConfig):
+    if row.has_report:
         sys.stderr.write("\n".join(with_report(config.run, [])) + "\n")
     sys.stdout.write(row.lines(config, result) + "\n")
     return 0
 
 
-def serve(verb: str, row: ServingVerb, arguments: Sequence[str]) -> int:
+def serve(verb: str, row: Verb, arguments: Sequence[str]) -> int:
     """Print the address of a server, answer until it is stopped, and return the exit status.
 
     Args:
@@ -100,11 +86,12 @@ def serve(verb: str, row: ServingVerb, arguments: Sequence[str]) -> int:
         row: definition of the verb.
         arguments: YAML files and ``key=value``.
     """
-    config = settings_of(verb, row.settings, positional(arguments, row.path_setting), row.about)
+    words = positional(arguments, row.path_setting)
+    config = settings_of(verb, row.settings_class(), words, row.purpose)
     if config is None:
         return 0
     with memory_errors():
-        server = import_function(row.function, config.threads)(config)
+        server = import_function(row.function, threads_of(config))(config)
         sys.stdout.write(server.ready_line() + "\n")
         sys.stdout.flush()
         server.run()

@@ -14,7 +14,6 @@ from lightrft.config.base import (
     is_branch,
     strings_as,
 )
-from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PRESETS, other_verb
 from lightrft.config.read_by import ReadBy
 from lightrft.utils.errors import did_you_mean
@@ -388,7 +387,7 @@ class AlgorithmConfig(Settings):
             return given
         row = PRESETS.get(str(name))
         if row is None:
-            hint = other_verb(str(name), PREFERENCE_PRESETS, "dpo", "preference")
+            hint = other_verb(str(name), PRESETS)
             hint = hint or did_you_mean(str(name), PRESETS) or "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
         kept = {key: part for key, part in row.items() if not _renamed(part, given.get(key))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from lightrft.utils.yaml_text import (
     tree_to_yaml,
     yaml_problem,
 )
+from lightrft.verbs import all_settings
 
 if typing.TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -467,23 +467,14 @@ def section_defaults(cls: type[Settings], name: str) -> dict[str, object]:
 
 
 def _verbs_with(name: str) -> str:
-    """Return the verbs that have the setting ``name``, as text. Their classes must be loaded."""
-    verbs = []
-    waiting: list[type[Settings]] = [Settings]
-    while waiting:
-        cls = waiting.pop()
-        waiting += cls.__subclasses__()
-        found = _OF_VERB.match(cls.__doc__ or "")
-        if found and has_setting(cls, name):
-            verbs.append(found[1])
+    """Return the verbs that have the setting ``name``, as text."""
+    verbs = [verb for verb, cls in all_settings().items() if has_setting(cls, name)]
     order = ("rl", "dpo", "sft", "rm")
     verbs.sort(key=lambda verb: (order.index(verb) if verb in order else len(order), verb))
     return f"lightrft {' and '.join(verbs[:2])}" if verbs else _NO_VERB
 
 
 _NO_VERB = "another verb"
-_OF_VERB = re.compile(r"The settings of ``lightrft ([a-z-]+)``")
-"""First words of the docstring of a verb's class."""
 
 
 def _causes(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+
+from lightrft.verbs import VERBS, trains
 
 SAFE_RLHF_MULTIPLIER: dict[str, object] = {
     "costs": [{"name": "cost", "threshold": 0.0}],
@@ -529,14 +531,21 @@ def source_of(
     return known.get(key)
 
 
-METHOD_VERBS = {
-    **dict.fromkeys(("sft", "finetune", "pretrain"), "sft"),
-    **dict.fromkeys(("rm", "reward", "reward_model", "bradley_terry"), "rm"),
-    **dict.fromkeys(("gkd", "distill", "distillation", "kd", "uld"), "distill"),
-    **dict.fromkeys(("prm", "process_reward_model"), "prm"),
-    **dict.fromkeys(("online_dpo", "iterative_dpo", "nash_md", "xpo"), "dpo"),
-}
-"""Name of a method that is no preset to the verb that trains by it."""
+def meant_verb(word: str) -> tuple[str, str, str]:
+    """Return the verb that a word of another tool means, and a setting with its value, or "".
+
+    Another word is returned as it is.
+    """
+    from lightrft.config.preference.presets import PREFERENCE_PRESETS
+
+    method, name = word.lower(), word.lower().replace("_", "-")
+    if method in PRESETS:
+        return "rl", "algorithm", method
+    if method in PREFERENCE_PRESETS:
+        return "kto" if method in ("kto", "bco") else "dpo", "preference", method
+    if name in VERBS:
+        return name, "", ""
+    return next((v for v, row in VERBS.items() if name in row.others.split()), word), "", ""
 
 
 def preset_hint(name: str) -> str:
@@ -548,20 +557,16 @@ def preset_hint(name: str) -> str:
     return f"; it is a preset: algorithm={method}." if method in PRESETS else ""
 
 
-def other_verb(name: str, presets: Iterable[str], verb: str, section: str) -> str:
+def other_verb(name: str, presets: Collection[str]) -> str:
     """Return ``; `` and the verb that trains by the method ``name``, or "".
 
     Args:
-        name: Name of a method, given as a preset of another verb.
-        presets: Presets of ``verb``.
-        verb: Verb that may have it.
-        section: Section of ``verb`` that takes the name of a preset.
+        name: Name of a method.
+        presets: Presets here, which no other verb is needed for.
     """
-    method = name.lower()
-    # The losses of responses that are labelled one by one.
-    verb = "kto" if method in ("kto", "bco") and verb == "dpo" else verb
-    if method in presets:
-        return f"; it is a preset of another verb: lightrft {verb} {section}={method}."
-    if method in METHOD_VERBS:
-        return f"; another verb trains by it: lightrft {METHOD_VERBS[method]}."
-    return ""
+    verb, setting, value = meant_verb(name)
+    if value in presets:
+        return ""
+    if value:
+        return f"; it is a preset of another verb: lightrft {verb} {setting}={value}."
+    return f"; another verb trains by it: lightrft {verb}." if trains(verb) else ""

@@ -387,19 +387,6 @@ ScoringConfig: TypeAlias = RMConfig | PRMVerbConfig
 """The settings of a verb that trains a model with a head for scores."""
 TrainingConfig: TypeAlias = PolicyConfig | ScoringConfig
 """The settings of a verb that trains."""
-BY_VERB: Mapping[str, type[TrainingConfig]] = {
-    cls.verb: cls
-    for cls in (
-        RLConfig,
-        SFTConfig,
-        DPOConfig,
-        KTOConfig,
-        DistillVerbConfig,
-        RMConfig,
-        PRMVerbConfig,
-    )
-}
-"""The settings of each verb that trains, as a run folder records them."""
 
 
 class EvaluateConfig(Settings):

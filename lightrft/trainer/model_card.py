@@ -14,13 +14,14 @@ from lightrft.config.base import Settings, build, dotted
 from lightrft.config.data import DataConfig
 from lightrft.config.preference.presets import PREFERENCE_PAPERS
 from lightrft.config.presets import PAPERS
-from lightrft.config.verbs import BY_VERB, IterateConfig, TrainingConfig
+from lightrft.config.verbs import IterateConfig, TrainingConfig
 from lightrft.datasets.open_source import is_on_hub
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.explanation.explain import formula_rows
 from lightrft.trainer.explanation.of_config import explained
 from lightrft.utils.errors import ConfigError, UserError, first_line
 from lightrft.utils.yaml_text import inline_yaml, parse_yaml
+from lightrft.verbs import VERBS
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
     """
     tree = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
     verb, base = str(summary["verb"]), str(tree["model"]["path"])
-    config = build(IterateConfig if verb == "iterate" else BY_VERB[verb.split()[-1]], tree)
+    config = build(VERBS[verb.split()[-1]].settings_class(), tree)
     data = dict(_data_of(config))
     on_hub = "/" in base and not Path(base).expanduser().exists()
     own = model / CARD  # of adapters, and says how they are used

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import VERBS as CONFIGS
+from docs.generate import SETTINGS as CONFIGS
 from docs.generate import pages
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.cli.main import VERBS
 from lightrft.config.base import dotted, load_settings
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.presets import PRESETS
+from lightrft.verbs import VERBS
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
 

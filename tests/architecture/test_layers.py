@@ -12,6 +12,7 @@ from tests.architecture.tree import PACKAGE, Import, Module, imports, modules
 
 # Lowest first; names that share a level never import one another.
 LEVELS = (
+    ("verbs",),
     ("utils",),
     ("config",),
     ("observability",),

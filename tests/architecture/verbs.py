@@ -2,12 +2,12 @@
 
 from pydantic import ConfigDict
 
-from docs.generate import VERBS
-from lightrft.cli.settings import classes
+from docs.generate import SETTINGS
 from lightrft.config.base import Settings
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.train import DistillationConfig
 from lightrft.config.verbs import RLConfig
+from lightrft.verbs import all_settings
 
 
 class Options(Settings):
@@ -31,8 +31,8 @@ class Explained(RLConfig):
 
 
 CONFIG_OF: dict[str, type[Settings]] = {
-    **classes(),
-    **VERBS,
+    **all_settings(),
+    **SETTINGS,
     "explain": Explained,
     "check": Options,
     "report": Options,

@@ -12,11 +12,11 @@ import pytest
 
 from lightrft import __version__
 from lightrft.cli.demo import preset
-from lightrft.cli.main import VERBS
 from lightrft.config.base import build
 from lightrft.config.demo import DemoConfig
 from lightrft.trainer.demo import make_start
 from lightrft.utils.yaml_text import parse_yaml
+from lightrft.verbs import VERBS
 from tests.e2e.command import ROOT, assert_refused, command, process
 
 

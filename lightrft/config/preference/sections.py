@@ -16,7 +16,7 @@ from lightrft.config.base import (
     strings_as,
 )
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
-from lightrft.config.presets import PRESETS, other_verb
+from lightrft.config.presets import other_verb
 from lightrft.utils.errors import did_you_mean
 
 PreferenceKind = Literal["pair", "labelled", "ranked"]
@@ -137,7 +137,7 @@ class PreferenceConfig(Settings):
         name = str(tree["preset"])
         row = PREFERENCE_PRESETS.get(name)
         if row is None:
-            hint = other_verb(name, PRESETS, "rl", "algorithm")
+            hint = other_verb(name, PREFERENCE_PRESETS)
             hint = hint or did_you_mean(name, PREFERENCE_PRESETS) or "."
             known = ", ".join(sorted(PREFERENCE_PRESETS))
             raise ValueError(f"unknown preset {name!r}{hint} Known: {known}")

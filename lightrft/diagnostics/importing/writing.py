@@ -10,35 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.base import Settings, Tree, build, has_setting
+from lightrft.config.base import Tree, build, has_setting
 from lightrft.config.config_tools import ImportConfig
 from lightrft.config.other_names.conversions import Project, processes_in
 from lightrft.config.other_names.lookup import setting_of
 from lightrft.config.other_names.rows import FRAMEWORKS, Converted, NameRow, Unclear, counted
 from lightrft.config.other_names.table import rows_of
-from lightrft.config.verbs import (
-    DistillVerbConfig,
-    DPOConfig,
-    KTOConfig,
-    RLConfig,
-    RMConfig,
-    SFTConfig,
-)
 from lightrft.diagnostics.importing.defaults import DEFAULTS
 from lightrft.diagnostics.importing.reading import Foreign, read_foreign
 from lightrft.observability.redaction import MARK, is_secret
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml
+from lightrft.verbs import VERBS
 
-VERBS: dict[str, type[Settings]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "kto": KTOConfig,
-    "rm": RMConfig,
-    "distill": DistillVerbConfig,
-}
 WIDTH = 96
 """Width of a comment."""
 
@@ -124,7 +109,7 @@ def translate(
     """
     result = collect(foreign, framework, verb, processes)
     try:
-        build(VERBS[verb], _nested(result.tree))
+        build(VERBS[verb].settings_class(), _nested(result.tree))
     except ConfigError as error:
         result.problems = str(error).splitlines()
     return result
@@ -140,7 +125,7 @@ def collect(foreign: Foreign, framework: str, verb: str, processes: int | None =
         processes: Number of processes, where the config does not say it.
     """
     result = Imported(verb, framework)
-    exists = partial(has_setting, VERBS[verb])
+    exists = partial(has_setting, VERBS[verb].settings_class())
     given = dict(_whole_tables(foreign.options))
     if processes is not None:
         given["num_processes"] = processes
@@ -162,7 +147,7 @@ def collect(foreign: Foreign, framework: str, verb: str, processes: int | None =
         )
     for name, value in options.items():
         _translate(result, name, value, rows[name], options, exists, name in added)
-    order = list(VERBS[verb].model_fields)
+    order = list(VERBS[verb].settings_class().model_fields)
     result.tree = dict(
         sorted(result.tree.items(), key=lambda one: order.index(one[0].split(".")[0]))
     )

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.api.calls import TRAINED
 from lightrft.cli.completion import SHELLS, table
-from lightrft.cli.main import VERBS, main
+from lightrft.cli.main import main
 from lightrft.config.base import has_setting, load_settings
 from lightrft.config.verbs import RLConfig
 from lightrft.utils.errors import ConfigError
+from lightrft.verbs import VERBS, of_kind
 
 SETUP = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],
@@ -116,7 +116,7 @@ def test_every_word_of_rl_is_a_setting_and_every_listed_value_is_read() -> None:
 def test_each_verb_has_words_and_each_script_has_the_table(capsys) -> None:
     verbs = {verb for row in table().splitlines() for verb in row.split("\t")[0].split(",")}
     assert set(VERBS) - verbs <= {"report"} and {f"grm {one}" for one in ("rl", "dpo")} <= verbs
-    assert {verb for verb in TRAINED if "-" not in verb} <= verbs
+    assert {*of_kind("training", "rounds")} <= verbs
     for shell in SHELLS:
         assert main(["completion", shell]) == 0
         assert table() in capsys.readouterr().out

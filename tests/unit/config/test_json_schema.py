@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.cli.settings import classes
 from lightrft.config.base import (
     descriptions,
     dotted,
@@ -22,10 +21,11 @@ from lightrft.config.base import (
 from lightrft.config.json_schema import json_schema
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import parse_yaml
+from lightrft.verbs import all_settings
 from tests.settings.flips import FLIPS, nested
 
 ROOT = Path(__file__).parents[3]
-CLASSES = classes()
+CLASSES = all_settings()
 
 
 def validator(verb: str) -> jsonschema.Draft202012Validator:
@@ -116,4 +116,4 @@ def test_the_command_prints_the_schema_and_names_the_verbs(capsys):
     assert main(["settings", "--schema", "grm", "rl"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema(CLASSES["grm rl"])
     assert main(["settings", "--schema", "train"]) == 2
-    assert "--schema takes a verb and not train: rl, sft, dpo" in capsys.readouterr().err
+    assert "--schema takes a verb and not train: demo, rl, sft, dpo" in capsys.readouterr().err

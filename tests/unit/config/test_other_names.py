@@ -9,35 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.config import model, verbs
+from lightrft.config import verbs
 from lightrft.config.base import Settings, build, has_setting, load_settings
-from lightrft.config.generation import serving
 from lightrft.config.other_names.earlier import OLD_NAMES
 from lightrft.config.other_names.lookup import answer
 from lightrft.config.other_names.rows import Converted, ValueTable
 from lightrft.config.other_names.table import ROWS, rows_of
 from lightrft.utils.errors import ConfigError
+from lightrft.verbs import all_settings
 
 LISTS = Path(__file__).parent / "option_names"
 FRAMEWORKS = sorted(path.stem for path in LISTS.glob("*.txt"))
-VERBS: dict[str, type[Settings]] = {
-    "rl": verbs.RLConfig,
-    "sft": verbs.SFTConfig,
-    "dpo": verbs.DPOConfig,
-    "kto": verbs.KTOConfig,
-    "rm": verbs.RMConfig,
-    "prm": verbs.PRMVerbConfig,
-    "distill": verbs.DistillVerbConfig,
-    "eval": verbs.EvaluateConfig,
-    "generate": verbs.GenerateConfig,
-    "iterate": verbs.IterateConfig,
-    "chat": verbs.ChatConfig,
-    "export": verbs.ExportConfig,
-    "merge": model.MergeConfig,
-    "serve": serving.ServeConfig,
-    "serve-rm": serving.ServeRMConfig,
-    "serve-tinker": serving.ServeTinkerConfig,
-}
+VERBS = all_settings()
 
 
 @cache

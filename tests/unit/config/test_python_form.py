@@ -9,7 +9,7 @@ import re
 import pytest
 
 import lightrft
-from docs.generate import VERBS as CLASSES
+from docs.generate import SETTINGS as CLASSES
 from lightrft import config
 from lightrft.config.base import branch_of
 from lightrft.config.demo import DemoConfig

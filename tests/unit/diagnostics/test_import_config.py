@@ -14,7 +14,8 @@ from lightrft.config.base import build, has_setting, load_settings
 from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.importing.reading import Foreign, read_foreign
-from lightrft.diagnostics.importing.writing import VERBS, collect, translate
+from lightrft.diagnostics.importing.writing import collect, translate
+from lightrft.verbs import VERBS
 from tests.unit.config.test_other_names import option_names
 
 TRL = """
@@ -205,7 +206,7 @@ def test_a_config_becomes_one_that_is_accepted(example: tuple[str, Path, str]) -
     assert {name: result.tree.get(name) for name in EXPECTED[framework]} == EXPECTED[framework]
     written = path.with_suffix(".out.yaml")
     written.write_text(result.text())
-    load_settings(VERBS[verb], [written])
+    load_settings(VERBS[verb].settings_class(), [written])
 
 
 def test_every_option_is_in_the_result_or_named_in_a_comment(
@@ -225,7 +226,7 @@ def test_every_option_of_a_framework_is_translated_or_has_a_reason(
     framework: str, verb: str
 ) -> None:
     """Alone, with a value that may not fit: it sets something, or it is named."""
-    exists = VERBS[verb]
+    exists = VERBS[verb].settings_class()
     for k, name in enumerate(option_names(framework)):
         for value in (1, "word", True, [1, 2]) if k % 25 == 0 else (1,):
             result = collect(Foreign({name: value}), framework, verb)
