@@ -56,6 +56,7 @@ def _question(
         "audios": [clip],
         "prompt": question + shown(choices),
         "label": letter,
+        "response": letter,
         "reference": choices[letter],
     }
     return {**named, "data_source": source}

@@ -83,6 +83,7 @@ def _question(row: Row, question: str, options: object, answer: object, source: 
     named = {
         "prompt": f"{question}{shown(choices)}",
         "label": letter,
+        "response": letter,
         "reference": choices[letter],
         "data_source": source,
     }

@@ -52,6 +52,7 @@ def mathvista(row: Row) -> Row:
         "decoded_image": None,
         "prompt": prompt,
         "label": label,
+        "response": label,
         "reference": row["answer"],
         "id": row.get("pid"),
     }

@@ -60,6 +60,7 @@ def test_mathvista_asks_with_the_unit_and_prefers_the_decoded_picture(tmp_path):
         "decoded_image": None,
         "prompt": "How long is the bar? (Unit: cm)",
         "label": "1.2",
+        "response": "1.2",
         "reference": "1.2",
         "id": "5",
         "data_source": "mathvista/free_form",
@@ -120,6 +121,7 @@ def test_avqa_is_read_as_r1_aqa_prepares_it(tmp_path, root, path):
         "audios": [path],
         "prompt": shown,
         "label": "B",
+        "response": "B",
         "reference": "Yacht consignment",
         "data_source": "aqa",
     }
@@ -161,6 +163,7 @@ def test_mmau_answers_are_texts_of_choices(tmp_path):
         "audios": ["/x/clips/3f.wav"],
         "prompt": "Who?\n\nA. Man\nB. Woman",
         "label": "B",
+        "response": "B",
         "reference": "Woman",
     }
     assert read(tmp_path, row, "mmau", root="/x") == {**row, **named, "data_source": "mmau"}

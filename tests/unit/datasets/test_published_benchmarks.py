@@ -159,6 +159,7 @@ def test_mmlu_shows_its_choices_and_its_label_is_a_letter(tmp_path: Path) -> Non
     found = parsed(tmp_path, MMLU, "mmlu")
     assert found.prompt == "Which?\n\nA. p\nB. q\nC. r\nD. s"
     assert (found.label, found.reference, found.data_source) == ("C", "r", "mmlu")
+    assert found.response == "C"  # not the position 2, which the prompt does not show
     assert parsed(tmp_path, MMLU, "mmlu", by_subject=True).data_source == "mmlu/anatomy"
     with pytest.raises(DataError, match="the choices are str, not a list"):
         read(tmp_path, {**MMLU, "choices": "p"}, "mmlu")
