@@ -113,9 +113,14 @@ def _calls_of(value: Any, place: str) -> list[Any]:
             both = " and ".join(map(repr, named))
             raise MalformedRow(f"{place}: {both} name the arguments of one call; keep one of them")
         arguments = given[named[0]] if named else None
-        if isinstance(arguments, str):
+        while isinstance(arguments, str):
             arguments = _parsed(arguments, f"{place}, arguments of {inner['name']!r}")
-        inner["arguments"] = {} if arguments is None else arguments
+        if not isinstance(arguments, Mapping | None):
+            shown = reprlib.repr(arguments)
+            raise MalformedRow(
+                f"{place}: arguments of {inner['name']!r} are {shown}, not an object"
+            )
+        inner["arguments"] = arguments or {}
         if isinstance(function, Mapping):
             found.append({**call, "function": inner})
         else:

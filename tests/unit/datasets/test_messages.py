@@ -95,6 +95,8 @@ def test_arguments_as_json_text_are_one_object():
     ):
         found = shown([*talk, said("assistant", "", tool_calls=calls)])
         assert '{"name": "add", "arguments": {"a": 1}}' in found
+    twice = {"function": {"name": "add", "arguments": json.dumps('{"a": 1}')}}
+    assert '"arguments": {"a": 1}' in shown([*talk, said("assistant", "", tool_calls=[twice])])
     none = {"function": {"name": "add", "arguments": ""}}
     assert '"arguments": {}' in shown([*talk, said("assistant", "", tool_calls=[none])])
     old = said("assistant", "", function_call={"name": "add", "arguments": '{"a": 1}'})
@@ -129,6 +131,13 @@ def test_fields_of_calls_and_roles_that_no_format_has_are_told_once(caplog):
     encoder = ChatEncoder(DataConfig(), whole)
     encoder.conversation(read_conversation(talk[1:], "row 1"))
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("arguments", ["5", [1, 2], 0, False, '["a"]'])
+def test_arguments_that_are_no_object_are_refused(arguments: object):
+    call = {"function": {"name": "add", "arguments": arguments}}
+    with pytest.raises(MalformedRow, match=r"arguments of 'add' are .*, not an object"):
+        shown([said("user", "q"), said("assistant", "", tool_calls=[call])])
 
 
 def test_a_template_that_joins_arguments_as_text_gets_text():
