@@ -225,8 +225,8 @@ def read_prompt(
         kind = type(value).__name__
         raise MalformedRow(f"{where}: a prompt must be text or a list of messages, not {kind}")
     messages = read_messages(value, f"{where}, message", finder)
-    # A system message alone asks nothing.
-    asking = [m["content"] for m in messages if m["role"] != "system"]
+    # A message of the system or of the assistant asks nothing.
+    asking = [m["content"] for m in messages if m["role"] not in ("system", "assistant")]
     if not messages or not (blank or any(asking)):
         raise MalformedRow(f"{where}: the prompt is empty")
     return messages

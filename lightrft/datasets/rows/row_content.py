@@ -75,6 +75,8 @@ Tools are left out, because the chat template reads them later.
 
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
+_SPELLED_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
+"""The start of messages as Python and the CSV files of pandas write them."""
 RULE = re.compile(r"\w+_rule")
 """The form of a label that names a rule of LightRFT, such as ``geo3k_rule``."""
 
@@ -110,6 +112,9 @@ def raw_text(value: object, what: str, where: str) -> Raw:
     if isinstance(value, str):
         inside = json_messages(value)
         if inside is None:
+            if _SPELLED_MESSAGES.match(value):
+                problem = f"{where}: {what or 'the prompt'} is messages in the spelling of Python"
+                raise MalformedRow(f"{problem}; write them as JSON, by json.dumps")
             return value
         value = inside
     if isinstance(value, Mapping) and not {"role", "from"}.isdisjoint(value):

@@ -287,11 +287,12 @@ def _response(
         kind = type(value).__name__
         problem = f"{where}: response must be text or a list of messages, not {kind}"
         raise MalformedRow(f"{problem}; name another column in data.columns.response")
-    # A table in a usual column, such as ``answer``, is for rewards.
+    # A table or a list of texts in a usual column, such as ``answer``, is for rewards.
     if value is None or isinstance(value, Mapping):
         return None
     if isinstance(value, list | tuple):
-        return list(value)
+        is_spoken = bool(columns.response) or any(isinstance(one, Mapping) for one in value)
+        return list(value) if is_spoken else None
     return (json_messages(value) if isinstance(value, str) else None) or str(value)
 
 

@@ -113,6 +113,30 @@ def test_json_that_is_no_conversation_stays_text():
         assert record({"prompt": text}).prompt == text
 
 
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_messages_in_the_spelling_of_python_are_refused(column: str):
+    with pytest.raises(MalformedRow, match=r"messages in the spelling of Python; .* json\.dumps"):
+        record({column: str(CHAT), "answer": "2"})
+
+
+def test_a_list_of_texts_as_the_answer_is_for_rewards():
+    found = record({"prompt": "Who?", "answer": ["Bob", "Bobby"]})
+    assert (found.label, found.response) == (["Bob", "Bobby"], None)
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_a_conversation_whose_user_says_nothing_has_an_empty_prompt(content: str | None):
+    with pytest.raises(MalformedRow, match="the prompt is empty"):
+        record(
+            {
+                "messages": [
+                    {"role": "user", "content": content},
+                    {"role": "assistant", "content": "2"},
+                ]
+            }
+        )
+
+
 @pytest.mark.parametrize(
     ("message", "what"),
     [
