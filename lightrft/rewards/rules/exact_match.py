@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
+from collections.abc import Mapping
 
 from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.rules.answer_extraction import reference_answer, visible_answer
@@ -34,7 +35,7 @@ def exact_match(
         ignore_articles: Remove a, an and the (as in SQuAD, arXiv 1606.05250).
 
     Raises:
-        ValueError: If the prompt has neither label nor reference.
+        ValueError: If the prompt has neither label nor reference, or a label is a table.
     """
 
     def normal(value: object) -> str:
@@ -48,8 +49,12 @@ def exact_match(
         return " ".join(text.split()) if ignore_space else text
 
     gold = reference_answer(rollout)
+    labels = gold if isinstance(gold, list | tuple) else [gold]
+    for label in labels:
+        # No response spells them, so every reward would be 0.
+        if isinstance(label, Mapping | list | tuple | bytes):
+            raise ValueError(f"label {label!r} is {type(label).__name__}, not a text or a number")
     answer = visible_answer(rollout.turn)
     if answer is None:
         return 0.0
-    labels = gold if isinstance(gold, list | tuple) else [gold]
     return float(normal(answer) in {normal(label) for label in labels})

@@ -24,12 +24,12 @@ from lightrft.rewards.rules.answer_extraction import (
     reference_answer,
 )
 from lightrft.rewards.rules.number_parsing import (
-    is_unit,
     maths_and_words,
     plain,
     quantity,
     same_quantity,
     tidy,
+    unit_of,
     written_out,
 )
 from lightrft.rewards.sandbox.results import UNGRADED
@@ -53,13 +53,14 @@ _CLAUSE_END = re.compile(
     r"|(?:です|である|だ|입니다|이다)(?=[*$.。]*+(?:\s|\Z))"
     r"|\s(?:--|—)\s|,?\s\(?(?:because|since|so|as|which|where|but|thus|hence|therefore|meaning|given\sthat)\b"
     r"|,\s(?:da|denn|weil|porque|ya\sque|car|parce|perché|так\sкак|потому)\b"
-    r"|,\s(?:and\s(?:so|thus|hence|therefore)|i\.e\.)",
+    r"|,\s(?:and\s(?:so|thus|hence|therefore)|(?:and\s)?not\s|i\.e\.)|\s(?:rather\sthan|instead\sof)\s",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
 _NAMED = re.compile(r"\A[A-Za-z]{2}[A-Za-z ]*+[=:]\s*+(?=[^=,]+\Z)")  # such as "Area ="
 _POINTS = re.compile(r"\\(angle|measuredangle|triangle)\s*\{?\s*([A-Z]{2,})")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(?!10(?!\d))(\d+)")  # ten is the base of other numbers
+_DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}")
 _REVERSED = re.compile(r"\A([^=,A-Za-z]++)=\s*+([A-Za-z])\Z")  # such as "5 = x"
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
@@ -217,7 +218,7 @@ def equal(gold: str, answer: str) -> bool:
         return same_quantity(gold_number, answer_number)
     if _letters(gold_plain) == _letters(answer_plain):
         return True
-    if _other_names(gold, answer):
+    if _other_names(gold, answer) or _DATE.fullmatch(gold_plain) or _DATE.fullmatch(answer_plain):
         return False
     if _is_words(gold_plain) or _is_words(answer_plain):
         return False  # read as a product of variables, a word would equal its anagrams
@@ -256,15 +257,22 @@ def _same_parts(gold: str, answer: str) -> bool:
         if words and not parts[0] and re.match("[=:]", parts[1]):
             del parts[0], words[0]
             parts[0] = parts[0][1:].strip()
-    if said != told:
+    if _lower(said) != _lower(told):
+        units = set()
         for parts, words in ((wanted, said), (given, told)):
-            if words and not parts[-1] and is_unit(words[-1]):
+            unit = unit_of(words[-1]) if words and not parts[-1] else None
+            if unit is not None:
                 del parts[-1], words[-1]
-    if said != told:
-        return False
+                units.add(unit)
+        if len(units - {""}) > 1 or _lower(said) != _lower(told):
+            return False
     if not said:
         return _verify(wanted[0], given[0])
     return all(a == b or bool(a and b and equal(a, b)) for a, b in zip(wanted, given, strict=True))
+
+
+def _lower(words: list[str]) -> list[str]:
+    return [word.lower() for word in words]
 
 
 @lru_cache(maxsize=4096)
@@ -318,7 +326,8 @@ def _is_expression(text: str) -> bool:
 def _expression(text: str) -> str:
     """Rewrite ``tidy`` LaTeX to the forms that math-verify reads."""
     text = written_out(text)
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
+    last = r"(?:,\s*)?(?:\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s)\s*"
+    text = re.sub(last, ", ", text)
     if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
         text = "\\" + text[:-1] + "\\}"
     text = re.sub(r"√\s*(\d+|[A-Za-z]|\{[^{}]*\})", r"\\sqrt{\1}", text)

@@ -26,6 +26,12 @@ _UNICODE = str.maketrans(
         "∅": r"\emptyset ",
         "≈": r"\approx ",
         "°": r"^\circ ",
+        "℃": r"^\circ C",
+        "℉": r"^\circ F",
+        "Ω": r"\Omega ",
+        "¢": " cents",
+        "⟨": "(",
+        "⟩": ")",
         "\u00a0": " ",
         "\u202f": " ",
         "，": ",",
@@ -88,7 +94,7 @@ _PIECE = re.compile(
 )
 _POWER = re.compile(r"\s*(?:\^\s*\{?\s*([23])(?!\d)\s*\}?|([²³]))")
 LONGEST_NUMBER = 4000  # characters; Python refuses to read integers of more than 4300 digits
-_CURRENCY = r"(?:[$€£¥₹]|\\pounds|USD|EUR)"
+_CURRENCY = r"(?:(?:US|HK|[AC])?\s?[$]|[€£¥₹]|\\pounds|USD|EUR|Rs\.?)"
 _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 # Exponents have at most three digits: a power of ten is computed exactly, at any size.
 _NUMBER = re.compile(
@@ -144,12 +150,28 @@ _UNITS = {
         "ml mL milliliter milliliters",
         "cents cent",
         "degrees degree",
+        "celsius",
+        "fahrenheit",
+        "ohms ohm",
+        "sq",
+        *("Hz", "Pa", "kN", "kJ", "eV", "kW", "MW", "mA", "mV", "kV", "nm", "ms"),
         "mph",
         "am AM",
         "pm PM",
     )
     for alias in names.split()
 }
+_SYMBOLS = {"N": "newtons", "J": "joules", "W": "watts", "V": "volts", "A": "amperes"}
+"""Units that are variables where no text command tells them."""
+_SYMBOL = re.compile(rf"(?<=\d)\s*\\(?:text|mathrm)\s*\{{\s*([{''.join(_SYMBOLS)}])\s*\}}\Z")
+_UNIT_FRACTION = re.compile(
+    r"\\frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}"
+    r"\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}"
+)
+_UNIT_POWERS = re.compile(r"\\(?:text|mathrm)\s*\{(?:[^{}^]|\^\{-?\d\}|\^)*\}")
+_FACTOR_POWER = re.compile(r"(?<=[A-Za-z])(?:\^\{?-?[1-9]\}?|\{?[23²³]\}?)(?=[/ ]|\Z)")
+_DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?(?:\s*([CF])(?![A-Za-z]))?")
+_SCALES = {"C": "celsius", "F": "fahrenheit"}
 _NOT_UNITS = frozenset(
     word
     for row in (
@@ -225,7 +247,11 @@ def tidy(text: str) -> str:
     # Separators of thousands, e.g. 1{,}000 and 1\,000.
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
     text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
-    text = _APPROXIMATELY.sub("", text.strip())
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _UNIT_POWERS.sub(lambda m: re.sub(r"\^\{(-?\d)\}", r"^\1", m[0]), text.strip())
+    text = _UNIT_FRACTION.sub(r"\\text{ \1/\2}", text)
+    text = _SYMBOL.sub(lambda found: rf"\text{{ {_SYMBOLS[found[1]]}}}", text)
+    text = _APPROXIMATELY.sub("", text)
     return r"\emptyset" if _EMPTY.fullmatch(plain(text)) else text
 
 
@@ -293,7 +319,7 @@ def maths_and_words(text: str) -> tuple[list[str], list[str]]:
                 piece = piece[power.end() :]
             parts[-1] += piece
             continue
-        said = " ".join((inner or bare or "").lower().split())
+        said = " ".join((inner or bare or "").split())
         if parts[-1].strip() or len(parts) == 1:
             words.append(said)
             parts.append("")
@@ -316,18 +342,21 @@ def written_out(text: str) -> str:
 
 def _has_words(text: str) -> bool:
     """Return whether the content of a text command has a word or is a unit of one letter."""
-    return bool(re.search(f"[{_LETTERS}]{{2}}|[{UNSPACED}]", text)) or text.strip() in _UNITS
+    return bool(re.search(f"[{_LETTERS}]{{2}}|[{UNSPACED}]", text)) or unit_of(text) is not None
 
 
-def is_unit(words: str) -> bool:
-    """Return whether ``words`` after a number are a unit."""
-    return _unit(words.split(), spaced=True) is not None
+def unit_of(words: str) -> str | None:
+    """Return the common unit that ``words`` are, empty for another unit, ``None`` for no unit."""
+    return _unit(words.split(), spaced=True)
 
 
 def plain(text: str) -> str:
     """Expand the text commands of ``tidy`` text and remove outer braces and white space."""
     text = " ".join(_TEXT.sub(r" \1 ", text).split()).replace(" ^", "^")
-    text = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?", " degrees ", text).strip()
+    text = _DEGREES.sub(lambda found: f" {_SCALES.get(found[1], 'degrees')} ", text).strip()
+    text = re.sub(
+        r"\\Omega\Z", "ohms", re.sub(r"(?:\\mu|[µμ]) ?(?=[A-Za-z]{1,2}\Z)", "micro", text)
+    )
     inner = re.fullmatch(r"\{([^{},]*)\}", text)
     return inner.group(1).strip() if inner else text
 
@@ -402,9 +431,10 @@ def _unit(words: Sequence[str], spaced: bool) -> str | None:
     text = " ".join(words)
     if re.fullmatch(rf"[{UNSPACED} ]+", text):
         return None if _CHANGES.search(_WHOLE.sub("", text)) else ""
-    if not re.fullmatch(rf"[{_LETTERS}][{_LETTERS}./'\- ]*(?:\^?\{{?[23²³]\}}?)?", text):
+    factors = _FACTOR_POWER.sub("", re.sub(r"\s*(?:\\cdot|/)\s*", "/", text))
+    if not re.fullmatch(rf"[{_LETTERS}][{_LETTERS}./'\- ]*", factors):
         return None
-    bare = [re.sub(f"[^{_LETTERS}]", "", word) for word in words]
+    bare = [re.sub(f"[^{_LETTERS}]", "", factor) for factor in re.split("[/ ]", factors)]
     # "3x" is a product; "3m" is a length.
     if not spaced and bare[0] not in _UNITS:
         return None

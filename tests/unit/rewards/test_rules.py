@@ -584,6 +584,7 @@ UNITS = (
         "red apples",
     ),
     *("degrees", "years", "students", "pairs", "quarters", "ways", "balls", "cents"),
+    *("m/s", "kg m/s^2", "g/cm^3", "Hz", "sq. units", "a.m."),
     *("个", "个苹果", "厘米", "千克", "人民币", "円", "개", "рублей", "manzanas", "Äpfel"),
 )
 CHANGES = (
