@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+Options = Mapping[str, Any]
+
+
+def _floor(schedule: str, usual: str) -> Callable[[Options], Any]:
+    """Return the floor of a schedule that falls to 0, where the option ``schedule`` is one."""
+    return lambda given: None if str(given.get(schedule, usual)).startswith("constant") else 0.0
+
+
+def _alpha(given: Options) -> float:
+    return 2 * float(given.get("lora_rank") or 8)
+
+
+def _swift_rate(given: Options) -> float:
+    kind = str(given.get("tuner_type") or given.get("train_type") or "lora")
+    return 1e-5 if kind == "full" else 1e-4
+
 
 _TRAINER = {
     "per_device_train_batch_size": 8,
     "num_train_epochs": 3,
     "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs.min_lr_rate": _floor("lr_scheduler_type", "linear"),
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
 }
-_TRL = {**_TRAINER, "gradient_checkpointing": True}
+_TRL = {**_TRAINER, "gradient_checkpointing": True, "lora_dropout": 0.05}
 _LLAMA = {
     **_TRAINER,
     "learning_rate": 5e-5,
     "cutoff_len": 2048,
     "lora_rank": 8,
+    "lora_alpha": _alpha,
     "finetuning_type": "lora",
+}
+_SWIFT = {
+    **_TRAINER,
+    "per_device_train_batch_size": 1,
+    "gradient_checkpointing": True,
+    "learning_rate": _swift_rate,
+    "lr_scheduler_type": "cosine",
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+    "lora_rank": 8,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "train_type": "lora",
 }
 _OPENRLHF = {
     "train_batch_size": 128,
@@ -25,6 +58,7 @@ _OPENRLHF = {
     "max_norm": 1.0,
     "lr_scheduler": "cosine_with_min_lr",
     "lr_warmup_ratio": 0.03,
+    "lora_alpha": 16,
 }
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -67,6 +101,8 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
         f"{_ACTOR}.optim.lr": 1e-6,
         f"{_ACTOR}.optim.weight_decay": 0.01,
         f"{_ACTOR}.optim.betas": [0.9, 0.999],
+        f"{_ACTOR}.optim.min_lr_ratio": _floor(f"{_ACTOR}.optim.lr_scheduler_type", "constant"),
+        "actor_rollout_ref.model.lora_alpha": 16,
         "actor_rollout_ref.rollout.n": 1,
         "trainer.total_epochs": 30,
     },
@@ -74,5 +110,12 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("llamafactory", "dpo"): {**_LLAMA, "pref_beta": 0.1},
     ("llamafactory", "kto"): {**_LLAMA, "pref_beta": 0.1},
     ("llamafactory", "rm"): _LLAMA,
+    ("ms-swift", "sft"): _SWIFT,
+    ("ms-swift", "dpo"): {**_SWIFT, "beta": 0.1},
+    ("ms-swift", "kto"): {**_SWIFT, "beta": 0.1},
+    ("ms-swift", "rm"): _SWIFT,
 }
-"""Options that a config leaves out, by framework and verb."""
+"""Options that a config leaves out, by framework and verb.
+
+A function returns the value for the options that are given, or None where there is none.
+"""

@@ -136,8 +136,9 @@ def collect(foreign: Foreign, framework: str, verb: str, processes: int | None =
         row = _row(name, framework, exists)
         here = setting_of(row, exists) if row is not None else ""
         is_epochs = here == "train.epochs" and "train.steps" in targets
-        if here not in targets and not is_epochs:
-            added[name] = value
+        default = value(given) if callable(value) else value
+        if here not in targets and not is_epochs and default is not None:
+            added[name] = default
             rows[name] = row
     options = {**added, **given}
     if "per_device_train_batch_size" in options and processes_in(options) is None:

@@ -394,3 +394,41 @@ def test_the_keys_of_accounts_are_left_out_of_comments(tmp_path: Path) -> None:
     assert "hidden" in str(foreign.options)
     assert "hidden" not in text
     assert "use_wandb = <redacted>" in text
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "expected"),
+    [
+        ("llamafactory", {"lora_rank": 4}, {"model.lora.alpha": 8.0}),
+        ("llamafactory", {"lora_rank": 4, "lora_alpha": 4}, {"model.lora.alpha": 4}),
+        ("llamafactory", {"finetuning_type": "full"}, {"model.lora.alpha": None}),
+        ("trl", {"use_peft": True}, {"model.lora.dropout": 0.05}),
+        ("trl", {}, {"model.lora.dropout": None}),
+        ("openrlhf", {"lora_rank": 8}, {"model.lora.alpha": 16}),
+        ("openrlhf", {}, {"model.lora.alpha": None}),
+        ("ms-swift", {}, {"model.lora.rank": 8, "optimizer.lr": 1e-4}),
+        ("ms-swift", {"train_type": "full"}, {"model.lora.rank": None, "optimizer.lr": 1e-5}),
+        ("ms-swift", {}, {"optimizer.weight_decay": 0.1, "optimizer.betas": [0.9, 0.95]}),
+    ],
+)
+def test_defaults_that_change_what_is_learned_are_written(
+    framework: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    tree = collect(Foreign({"model": "q", **options}), framework, "sft").tree
+    assert {name: tree.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "floor"), [("cosine", 0.0), ("linear", 0.0), ("constant_with_warmup", None)]
+)
+def test_a_schedule_that_falls_to_zero_there_does_so_here(schedule: str, floor: object) -> None:
+    for framework in ("trl", "llamafactory", "ms-swift"):
+        tree = collect(Foreign({"lr_scheduler_type": schedule}), framework, "sft").tree
+        assert tree.get("optimizer.min_lr_ratio") == floor
+    name = "actor_rollout_ref.actor.optim.lr_scheduler_type"
+    tree = collect(Foreign({name: schedule.partition("_")[0]}), "verl", "rl").tree
+    if schedule != "linear":
+        assert tree.get("optimizer.min_lr_ratio") == floor
+    own = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}}
+    tree = collect(Foreign(own), "trl", "sft").tree
+    assert "optimizer.min_lr_ratio" in tree
