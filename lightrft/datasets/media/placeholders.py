@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mimetypes
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,6 +104,7 @@ class MediaFinder:
     named: Mapping[str, str | None]
     items: list[Item] = field(default_factory=list)
     _settings: list[Mapping[str, Any]] = field(default_factory=list)
+    _positions: Counter[str] = field(default_factory=Counter)
 
     def part(self, part: Mapping[str, object], where: str) -> str | None:
         """Return the mark of a content part, or None if it is not media.
@@ -115,8 +117,14 @@ class MediaFinder:
         if kind not in self.reads.spellings:
             given = f"a content part of type {part.get('type', kind)!r}"
             raise MalformedRow(f"{where}: {given}, but the model reads {self.reads}")
-        value, settings = read_part(part, kind, where)
+        place = part.get("index")
+        value, settings = read_part({**part, "index": None}, kind, where)
+        if place is not None and (value is not None or place != self._positions[kind]):
+            other = f"the next {kind} of the row is {self._positions[kind]}; write parts in order"
+            beside = other if value is None else f"the part has its own {kind}; keep one of them"
+            raise MalformedRow(f"{where}: index is {place!r}, and {beside}")
         if value is None:
+            self._positions[kind] += 1
             self._settings.append(settings)
             return _waiting(kind, _SURE, len(self._settings) - 1)
         return self._add(Item(kind, value, f"{where}, {kind}", self.root, **settings))

@@ -272,9 +272,17 @@ def _check_blank(row: RecordedRow, finder: MediaFinder, where: str) -> None:
 
 
 def _possible_prompts(row: RecordedRow, taken: set[str]) -> tuple[str, ...]:
-    """Return the columns of text that no part of a record has, and that may be a prompt."""
+    """Return the columns of text or turns that no part of a record has, and may be a prompt."""
     known = {*taken, *USUAL["response"], *WEIGHTS, *MEANINGS}
-    return tuple(n for n in sorted(row.unread - known) if isinstance(row.peek(n), str))
+    return tuple(n for n in sorted(row.unread - known) if _may_be_prompt(row.peek(n)))
+
+
+def _may_be_prompt(value: object) -> bool:
+    """Return True for text, and for records with text, which may be turns of a conversation."""
+    if isinstance(value, list | tuple):
+        first = value[0] if value else None
+        return isinstance(first, Mapping) and any(isinstance(v, str) for v in first.values())
+    return isinstance(value, str)
 
 
 def _response(

@@ -220,6 +220,31 @@ def test_parts_of_other_interfaces_are_read(eye: Rig, folder: Path) -> None:
             assert found.media["pixel_values"].values.equal(expected.media["pixel_values"].values)
 
 
+def test_the_index_of_a_part_is_its_place_among_the_images_of_the_row(
+    eye: Rig, folder: Path
+) -> None:
+    def row(*parts: dict[str, Any]) -> dict[str, Any]:
+        return {**asked({**TEXT, "index": None}, *parts), "images": ["a.png", "b.png"]}
+
+    first, second = ({"type": "image", "text": None, "index": k} for k in (0, 1))
+    found = prompt(eye, folder, row(first, second))
+    plain = {"type": "image"}
+    expected = prompt(eye, folder, row(plain, plain))
+    assert found.token_ids == expected.token_ids
+    assert found.media["pixel_values"].values.equal(expected.media["pixel_values"].values)
+    with pytest.raises(MalformedRow, match="index is 1, and the next image of the row is 0"):
+        dataset(eye, folder, row(second, first))
+    with pytest.raises(MalformedRow, match="index is 0, and the part has its own image"):
+        dataset(eye, folder, row({**first, "image": "a.png"}))
+
+
+def test_records_of_text_beside_an_image_may_be_its_question(eye: Rig, folder: Path) -> None:
+    with pytest.raises(MalformedRow, match=r"no column with a prompt .* texts"):
+        dataset(eye, folder, {"images": ["a.png"], "texts": [{"user": "q", "assistant": "a"}]})
+    seen = prompt(eye, folder, {"images": ["a.png"], "label": "cat", "choices": ["cat", "dog"]})
+    assert seen.media and seen.label == "cat"
+
+
 @pytest.mark.parametrize(
     "missing",
     [
