@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightrft.cli.arguments import description_lines, wants_usage
-from lightrft.config.base import description_of, dotted, leaves, section_defaults
+from lightrft.config.base import description_of, dotted, section_defaults
 from lightrft.config.json_schema import json_schema
+from lightrft.config.other_names.nearest import leaves
 from lightrft.config.other_names.table import ROWS
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml

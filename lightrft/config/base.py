@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import types
 import typing
@@ -15,7 +14,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lightrft.config.misread_values import is_text, misread
-from lightrft.config.other_names.lookup import NO_COUNTERPART, answer, meant
+from lightrft.config.other_names.lookup import NO_COUNTERPART, answer, is_of_others, meant
+from lightrft.config.other_names.nearest import nearest
 from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.config.texts.field_descriptions import descriptions_in
@@ -199,6 +199,7 @@ def load_settings(
     sources: dict[str, str] = {}
     # Collected, not raised: a user should see every problem of a long config in one go.
     problems: list[str] = []
+    read: dict[str, Tree] = {}
     for file in files:
         try:
             branch = expand_shorthand(cls, _read_yaml(Path(file)))
@@ -206,7 +207,7 @@ def load_settings(
             problems.append(str(error))
             continue
         # Before the merge, which forgets the file that the paths are relative to.
-        branch = read_beside(cls, branch, Path(file), problems)
+        branch = read[str(file)] = read_beside(cls, branch, Path(file), problems)
         _merge(tree, branch, str(file), sources)
     for override in overrides:
         try:
@@ -218,8 +219,15 @@ def load_settings(
     for given in trees:
         for key, value in given.items():
             _merge(tree, expand_shorthand(cls, below(key, value)), "Python", sources)
-    settings = build(cls, tree, sources, problems)
-    return Loaded(settings, sources)
+    try:
+        return Loaded(build(cls, tree, sources, problems), sources)
+    except ConfigError as error:
+        hints = [
+            f"{file} is a config of another framework; translate it by: lightrft import-config {file}"
+            for file, own in read.items()
+            if is_of_others(dict(dotted(own)), functools.partial(has_setting, cls))
+        ]
+        raise ConfigError("\n".join([str(error), *hints])) from None
 
 
 def build(
@@ -590,7 +598,19 @@ def unknown_setting(cls: type[Settings], name: str, given: object, where: str = 
         return f"{found}{where}"
     if found.startswith(f"{name}."):
         return f"{name}{where}: {found}"
-    return f"unknown setting {name}{where}; {found or _nearest(cls, name.split('.'))}"
+    return f"unknown setting {name}{where}; {found or _meant_by(cls, name.split('.'), given)}"
+
+
+def _meant_by(cls: type[Settings], path: Sequence[str], given: object) -> str:
+    """Return what the unknown ``path`` with the value ``given`` may mean, or the known names."""
+    if near := nearest(cls, path):
+        return f"did you mean {near}?"
+    if (others := _verbs_with(".".join(path))) != _NO_VERB:
+        return f"it is a setting of {others}, and not of this verb"
+    # A name of another framework in a section of this one, as in ``train.learning_rate``.
+    if alone := answer(path[-1], given, functools.partial(has_setting, cls), _verbs_with):
+        return alone
+    return f"known here: {', '.join(functools.reduce(branch_of, path[:-1], cls).model_fields)}"
 
 
 def _as_text(place: Sequence[int | str]) -> str:
@@ -615,42 +635,6 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
         if inner.startswith(outer):
             return f" (from {source})"
     return ""
-
-
-def _nearest(cls: type[Settings], path: Sequence[str]) -> str:
-    """Return the setting that the unknown ``path`` may mean, or else the known ones."""
-    *above, last = path
-    known = functools.reduce(branch_of, above, cls).model_fields
-    # A setting without its section, as in ``group_size=8``.
-    below = [key for key in leaves(cls) if key.endswith(f".{last}")] if not above else []
-    if len(below) == 1:
-        # ``rewards`` may be a setting of a section, or ``reward`` with a letter too many.
-        near = difflib.get_close_matches(last, known, n=1, cutoff=0.8)
-        return f"did you mean {' or '.join([*near, *below])}?"
-    near = difflib.get_close_matches(last, known, n=1)
-    if above and last in cls.model_fields:
-        near, above = [last], []
-    # ``coefficient`` is ``coef``, which too few of its letters spell.
-    if near := near or [key for key in known if _is_begun(key, last)]:
-        return f"did you mean {'.'.join([*above, near[0]])}?"
-    if below:
-        return f"did you mean one of {', '.join(below[:6])}?"
-    if (others := _verbs_with(".".join(path))) != _NO_VERB:
-        return f"it is a setting of {others}, and not of this verb"
-    return f"known here: {', '.join(known)}"
-
-
-def _is_begun(a: str, b: str) -> bool:
-    return min(len(a), len(b)) > 2 and (a.startswith(b) or b.startswith(a))
-
-
-def leaves(cls: type[Settings], above: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of ``cls``, lists of tables included."""
-    for name in cls.model_fields:
-        yield f"{above}{name}"
-        below = branch_of(cls, name)
-        if below is not cls:
-            yield from leaves(below, f"{above}{name}.")
 
 
 class ComponentConfig(NamedFunction):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -55,6 +55,12 @@ def options_in(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, value
     else:
         yield from below
+
+
+def is_of_others(names: Collection[str], exists: Exists) -> bool:
+    """Return True if most ``names`` of a file, and some, are options of other frameworks alone."""
+    foreign = [name for name in names if not exists(name) and _rows_of(name)]
+    return len(foreign) > max(2, len(names) / 2)
 
 
 def setting_of(row: NameRow, exists: Exists) -> str:

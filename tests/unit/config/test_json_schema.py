@@ -14,11 +14,11 @@ from lightrft.config.base import (
     descriptions,
     dotted,
     expand_shorthand,
-    leaves,
     load_settings,
     to_yaml,
 )
 from lightrft.config.json_schema import json_schema
+from lightrft.config.other_names.nearest import leaves
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import parse_yaml
 from lightrft.verbs import all_settings

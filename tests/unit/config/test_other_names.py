@@ -13,6 +13,7 @@ from lightrft.config import verbs
 from lightrft.config.base import Settings, build, has_setting, load_settings
 from lightrft.config.other_names.earlier import OLD_NAMES
 from lightrft.config.other_names.lookup import answer
+from lightrft.config.other_names.nearest import leaves
 from lightrft.config.other_names.rows import Converted, ValueTable
 from lightrft.config.other_names.table import ROWS, rows_of
 from lightrft.utils.errors import ConfigError
@@ -195,6 +196,24 @@ def test_a_setting_that_does_not_exist_is_answered(given: str, expected: str) ->
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("train.lr=1e-6", "; did you mean optimizer.lr or algorithm.lagrangian.lr?"),
+        ("train.group_size=8", "; did you mean rollout.group_size?"),
+        ("model.max_grad_norm=1", "; did you mean optimizer.max_grad_norm?"),
+        ("train.output=x", "; known here: steps, "),
+        ("data.label=x", "; did you mean data.columns.label?"),
+        ("critic.betas=[0.9, 0.9]", "; did you mean critic.optimizer.betas or optimizer.betas?"),
+        ("data.packing=true", "; packing is model.layout here"),
+        ("train.learning_rate=1e-6", "; learning_rate is optimizer.lr here"),
+        ("rollout.temperature=1", "rollout.temperature is sampling.temperature here"),
+    ],
+)
+def test_a_setting_in_a_wrong_section_is_named_where_it_is(given: str, expected: str) -> None:
+    assert expected in message("rl", given)
+
+
+@pytest.mark.parametrize(
     ("verb", "given", "expected"),
     [
         ("sft", "per_device_train_batch_size=8", "batch_size here: rows of one device"),
@@ -295,8 +314,6 @@ def accepted_with(name: str, value: object) -> dict[str, object]:
 
 
 def fields(cls: type[Settings]) -> Iterator[str]:
-    from lightrft.config.base import leaves
-
     return leaves(cls)
 
 
@@ -338,3 +355,34 @@ def test_a_name_of_an_earlier_version_is_answered_where_the_verb_has_its_setting
 def test_everyday_names_of_no_framework_are_answered_with_the_setting(name, value, here):
     with pytest.raises(ConfigError, match=rf"{name} is .*{re.escape(here)}"):
         load_settings(verbs.RLConfig, [], [f"{name}={value}"])
+
+
+FILES = {
+    "trl": "{model_name_or_path: m, learning_rate: 1.0e-5, num_generations: 8, beta: 0.1}",
+    "verl": "{data: {train_files: a, shuffle: true}, trainer: {total_epochs: 1, nnodes: 1}}",
+    "openrlhf": "{pretrain: m, prompt_data: a, micro_train_batch_size: 1, zero_stage: 2}",
+    "llamafactory": "{stage: sft, finetuning_type: lora, cutoff_len: 1024, template: qwen}",
+}
+
+
+@pytest.mark.parametrize("framework", FILES)
+def test_a_file_of_another_framework_is_pointed_to_import_config(
+    framework: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(FILES[framework])
+    with pytest.raises(ConfigError) as refused:
+        load_settings(verbs.RLConfig, [file])
+    assert str(refused.value).splitlines()[-1] == (
+        f"{file} is a config of another framework; translate it by: lightrft import-config {file}"
+    )
+
+
+def test_a_file_of_ours_with_some_names_of_others_is_not_pointed_to_import_config(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("{model: m, data: a, reward: math, learning_rate: 1, beta: 1, max_steps: 1}")
+    with pytest.raises(ConfigError) as refused:
+        load_settings(verbs.RLConfig, [file])
+    assert "import-config" not in str(refused.value)
