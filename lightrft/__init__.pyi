@@ -646,6 +646,7 @@ def iterate(
     engine: EngineConfig | Mapping[str, Any] | str = ...,
     strategy: StrategyConfig | Mapping[str, Any] | str = ...,
     hub: HubConfig | Mapping[str, Any] = ...,
+    log: LogConfig | Mapping[str, Any] = ...,
     sft: SFTConfig | Mapping[str, Any] | None = ...,
     dpo: DPOConfig | Mapping[str, Any] | None = ...,
     kto: KTOConfig | Mapping[str, Any] | None = ...,
@@ -686,6 +687,7 @@ def iterate(
         strategy: Device of the run.
         hub: Hugging Face Hub. Each round pushes its model at its end, so that the newest commit has
             the last round. `push_every` counts the steps of a round.
+        log: Metrics of each training, and samples of each generation.
         sft: Training by `lightrft sft`: its settings except those above, which each round sets.
             `null` for all three takes `sft`.
         dpo: Training by `lightrft dpo`.

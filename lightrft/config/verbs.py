@@ -546,6 +546,8 @@ class IterateConfig(HeldOutSettings):
     hub: HubConfig = HubConfig()
     """Hugging Face Hub. Each round pushes its model at its end, so that the newest commit has the
     last round. ``push_every`` counts the steps of a round."""
+    log: LogConfig = LogConfig()
+    """Metrics of each training, and samples of each generation."""
     sft: SFTConfig | None = None
     """Training by ``lightrft sft``: its settings except those above, which each round sets.
     ``null`` for all three takes ``sft``."""

@@ -113,7 +113,13 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
 
 
-def table(step: int, rollouts: Sequence[Rollout], prompts: int, width: int | None = None) -> str:
+def table(
+    step: int,
+    rollouts: Sequence[Rollout],
+    prompts: int,
+    width: int | None = None,
+    unit: str = "step",
+) -> str:
     """Return the best and the worst response to some prompts, as lines.
 
     Args:
@@ -121,13 +127,14 @@ def table(step: int, rollouts: Sequence[Rollout], prompts: int, width: int | Non
         rollouts: All rollouts of the step.
         prompts: Number of prompts.
         width: Width of the terminal in characters; None asks the terminal.
+        unit: Name of what ``step`` counts.
     """
     width = width or shutil.get_terminal_size().columns
     lines = []
     for ends in best_and_worst(rollouts, prompts):
         prompt = next(iter(ends.values())).prompt
         label = "" if prompt.label is None else f" (label {prompt.label!r})"
-        lines.append(shortened(f"step {step}: {asked(prompt)!r}{label}", width))
+        lines.append(shortened(f"{unit} {step}: {asked(prompt)!r}{label}", width))
         for name, one in ends.items():
             is_scored = one.reward is not None or one.failed
             number = _number(one.reward) if is_scored else ""

@@ -247,7 +247,8 @@ def test_rounds_show_generation_and_training_and_refuse_an_event_that_neither_ha
         "samples": 2,
         "select": {"keep": "best", "keep_truncated": True},
         "sampling": {"max_new_tokens": 4},
-        "sft": {"batch_size": 2, "train": {"steps": 1}, "log": {"tensorboard": False}},
+        "sft": {"batch_size": 2, "train": {"steps": 1}},
+        "log": {"tensorboard": False},
         "run": {"dir": str(tmp_path), "progress": False, "threads": 1},
     }
     lightrft.iterate(**rounds, name="rounds", on_rollouts=seen.append, on_step=seen.append)

@@ -45,7 +45,6 @@ TRAINING: Tree = {
     "batch_size": 2,
     "optimizer": {"lr": 1e-2, "eps": 1e-4},
     "train": {"steps": 2},
-    "log": {"tensorboard": False},
 }
 
 
@@ -61,6 +60,7 @@ def tree(model_folder: Path, data_folder: Path, tmp_path: Path) -> Tree:
         "sampling": {"max_new_tokens": 6},
         "reward": {"terms": [f"{data_folder / 'rewards.py'}:varied"]},
         "select": {"keep_truncated": True},
+        "log": {"tensorboard": False},
     }
 
 
@@ -270,6 +270,19 @@ def test_accuracy_is_measured_before_the_first_round_and_after_each(rounds, tree
     assert outcome.status == 0, outcome.err
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Held-out accuracy, before and after" in page
+
+
+def test_each_round_shows_the_samples_of_its_generation(
+    rounds, tree, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(build(IterateConfig, {**tree, "sft": TRAINING})))
+    outcome = command(capsys, "iterate", config, "log.samples=2")
+    assert outcome.status == 0, outcome.err
+    shown = [line[:10] for line in outcome.err.splitlines() if line[7:10] == ": '"]
+    assert shown == ["round 1: '", "round 1: '", "round 2: '", "round 2: '"]
+    assert outcome.err.count("\n  best ") == outcome.err.count("\n  worst ") == 4
 
 
 def test_a_finished_run_does_nothing_again_and_more_rounds_continue_it(

@@ -13,10 +13,11 @@ from typing import Any
 
 from lightrft.config.base import dotted
 from lightrft.config.verbs import DPOConfig, IterateConfig
-from lightrft.observability.events import EvalEvent, RunEvent
+from lightrft.observability.events import EvalEvent, RolloutsEvent, RunEvent
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_directory import RunDirectory, check_same_settings
 from lightrft.observability.trackers import Row, Summary
+from lightrft.rollout.shown_samples import table
 from lightrft.trainer.hub_pushes import reached
 from lightrft.trainer.pipelines.generate import run_generate
 from lightrft.trainer.pipelines.rounds import RoundPlan, check_iterate
@@ -47,6 +48,7 @@ MAY_DIFFER = (
     "select",
     "eval",
     "hub",
+    "log",
     "sft",
     "dpo",
     "kto",
@@ -72,7 +74,7 @@ FINISHED_MAY_DIFFER = ("run", "checkpoint", "hub", "log", "engine", "strategy", 
 """Settings that may differ from those of a training that is complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundObserver:
     """Reports the progress of a round to ``observer``, with the number of the round.
 
@@ -80,11 +82,13 @@ class RoundObserver:
         observer: receives the progress.
         number: number of the round.
         missing: events that no part of the round has, with the reason.
+        samples: number of prompts whose best and worst response are shown.
     """
 
     observer: Observer
     number: int
     missing: Mapping[str, str]
+    samples: int = 0
 
     def begin(self, title: str, total: int, done: int) -> None:
         """Start a phase.
@@ -105,8 +109,11 @@ class RoundObserver:
         self.observer.note(text)
 
     def event(self, event: RunEvent) -> None:
-        """Call the callback of an event of the round."""
+        """Call the callback of an event of the round, and show sampled responses."""
         event.requests.missing = self.missing
+        if self.samples and isinstance(event, RolloutsEvent):
+            self.samples -= 1
+            self.note(table(self.number, event.rollouts, 1, unit="round"))
         self.observer.event(event)
 
 
@@ -137,7 +144,7 @@ def run_iterate(config: IterateConfig, observer: Observer | None = None) -> Summ
         seconds = 0.0
         for number in range(1, config.rounds + 1):
             part = RoundPlan(config, number)
-            watching = RoundObserver(observer, number, missing_in(part))
+            watching = RoundObserver(observer, number, missing_in(part), config.log.samples)
             counts = generate_rows(part, watching)
             trained = train(part, watching)
             seconds += counts.get(SECONDS, 0.0) + trained["seconds"]

@@ -35,7 +35,7 @@ TRAINED_BY = {
 }
 """Verbs that train on the rows of each value of ``select.keep``."""
 
-SET_BY_ROUND = ("run", "model", "reward", "engine", "strategy", "launch", "eval", "hub")
+SET_BY_ROUND = ("run", "model", "reward", "engine", "strategy", "launch", "eval", "hub", "log")
 """Sections of a training that the rounds set."""
 
 
@@ -129,6 +129,8 @@ class RoundPlan:
             "engine": config.engine,
             "strategy": config.strategy,
             "hub": config.hub,
+            # The responses of a round are sampled, and shown, before its training.
+            "log": config.log.model_copy(update={"samples": 0}),
         }
         moved = self.number > 1 and config.train_from == "previous"
         if config.reference == "start" and moved:
