@@ -19,6 +19,7 @@ from lightrft.api.run import Run, json_lines
 from lightrft.api.shown_data import ShownData, shown_data
 from lightrft.api.signatures import SHORT, sign
 from lightrft.api.start import (
+    check_output,
     check_trained,
     import_function,
     memory_errors,
@@ -85,6 +86,7 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     config = read(row.settings_class(), configs, settings)
     if trains(verb):
         return _trained(verb, row.function, plain_settings(config), callbacks)
+    check_output(config)
     with show_warnings():
         run = import_function(row.function, threads_of(config))
         if callbacks:  # of a generation

@@ -8,12 +8,15 @@ import json
 import os
 import re
 import signal
+import sys
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from lightrft.config.base import has_setting
+from lightrft.config.base import Settings, has_setting
 from lightrft.config.run import RunConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.torchrun import run_processes
@@ -72,6 +75,22 @@ def import_function(path: str, threads: int) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), name)
 
 
+def check_output(config: Settings) -> None:
+    """Raise ``ConfigError`` if no file can be written where the setting ``output`` says."""
+    output = dict(config).get("output")
+    if not isinstance(output, str):
+        return
+    # Folders that do not exist are made inside the first one that does.
+    folder = next(one for one in Path(output).expanduser().absolute().parents if one.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"output = {output!r}: no file can be written in {folder} ({error.strerror}); choose "
+            "another output"
+        ) from None
+
+
 def exit_status(summary: Mapping[str, Any]) -> int:
     """Return 0 for a finished run, or 128 plus the number of the signal that stopped it.
 
@@ -122,7 +141,15 @@ def check_trained(summary: Mapping[str, Any]) -> None:
 
 @contextmanager
 def quick_imports() -> Generator[None]:
-    """Disable garbage collection: it takes a fifth of the import time of torch and transformers."""
+    """Disable garbage collection: it takes a fifth of the import time of torch and transformers.
+
+    Raises ``ConfigError`` if Python has removed the docstrings, which transformers reads.
+    """
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "Python runs with -OO (PYTHONOPTIMIZE=2), which removes docstrings, and transformers "
+            "needs its own; run it with -O at most"
+        )
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -6,7 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from lightrft.api.progress import finish, watching, with_report
-from lightrft.api.start import import_function, memory_errors, program, started, threads_of
+from lightrft.api.start import (
+    check_output,
+    import_function,
+    memory_errors,
+    program,
+    started,
+    threads_of,
+)
 from lightrft.api.verbs import fitting, plain_settings
 from lightrft.cli.arguments import file_first, parse, positional, settings_of, with_origin
 from lightrft.config.base import Loaded
@@ -67,6 +74,7 @@ def run_here(verb: str, row: Verb, arguments: Sequence[str]) -> int:
     config = settings_of(verb, row.settings_class(), words, row.purpose)
     if config is None:
         return 0
+    check_output(config)
     function = import_function(row.function, threads_of(config))
     with memory_errors():
         result = function(config)

@@ -266,7 +266,10 @@ def unread_problem(path: str, columns: Mapping[str, int], *, rewards: bool) -> s
     named = f"{path}: the column{'' if len(columns) == 1 else 's'} {', '.join(counts)}"
     if rewards:
         return f"{named}: not part of any prompt, and left to reward functions"
-    return f"{named}: read by nothing; if it matters, name it in data.columns or data.template"
+    # Those inside records, as in ``responses[].rationale``, are no columns that a setting can name.
+    can_name = not all("[]" in name for name in columns)
+    way_out = "; if it matters, name it in data.columns or data.template" if can_name else ""
+    return f"{named}: read by nothing{way_out}"
 
 
 def check_steps(rows: CountedRows, key: str) -> None:

@@ -90,16 +90,20 @@ def test_a_verb_like_no_other_shows_all_of_them(capsys):
     assert "did you mean" not in outcome.err
 
 
-def test_a_path_that_cannot_be_made_is_named_without_a_traceback(capsys, model_folder, tmp_path):
+def test_an_output_where_nothing_can_be_written_is_refused_by_its_name(
+    capsys, model_folder, tmp_path
+):
     file, rows = tmp_path / "file", tmp_path / "p.jsonl"
     file.touch()
     rows.write_text('{"prompt": "1+1?"}\n')
-    generate = ("generate", f"model.path={model_folder}", f"data.sources=[{rows}]")
-    for words, of in [
-        ((*generate, f"output={file / 'x.jsonl'}"), "Not a directory"),
-        (("convert", model_folder, f"output={file / 'x'}"), "File exists"),
+    output = str(file / "inside" / "x.jsonl")
+    for words in [
+        ("generate", f"model.path={model_folder}", f"data.sources=[{rows}]"),
+        ("convert", model_folder),
+        ("import-config", rows),
     ]:
-        assert_refused(command(capsys, *words), of, str(file), "choose another path")
+        said = f"output = {output!r}: no file can be written in {file} (Not a directory)"
+        assert_refused(command(capsys, *words, f"output={output}"), said, "choose another output")
 
 
 def test_the_settings_and_files_may_come_in_any_order(capsys, tmp_path):
@@ -360,3 +364,11 @@ def test_a_run_of_text_imports_what_its_first_token_needs_and_no_more(data_folde
     [imported] = [line.split()[1:] for line in said.splitlines() if line.startswith("first ")]
     assert "lightrft" in imported
     assert set(imported) <= AT_THE_FIRST_TOKEN
+
+
+def test_python_without_docstrings_is_refused_before_transformers_misses_its_own():
+    command_line = [sys.executable, "-OO", "-m", "lightrft", "sft", "model=m", "data=rows.jsonl"]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lightrft sft: Python runs with -OO (PYTHONOPTIMIZE=2)")

@@ -22,6 +22,7 @@ from lightrft.datasets.row_warnings import (
     note_label,
     note_text,
     unlabelled,
+    unread_problem,
 )
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.models.tiny.text import tiny_tokenizer
@@ -120,3 +121,10 @@ def test_rows_that_spell_a_special_token_are_warned_of_with_the_setting(tmp_path
     assert ": 2. It is encoded as plain text" in message and not warned["control"]
     (asked,) = warned["responses"]
     assert ": 1. It is encoded as plain text" in asked
+
+
+def test_a_column_inside_records_is_not_advised_to_be_named_where_it_cannot_be():
+    inside = unread_problem("a.jsonl", {"responses[].rationale": 2}, rewards=False)
+    assert inside == "a.jsonl: the column responses[].rationale (2 rows): read by nothing"
+    both = unread_problem("a.jsonl", {"note": 1, "responses[].rationale": 2}, rewards=False)
+    assert both.endswith("; if it matters, name it in data.columns or data.template")
