@@ -28,6 +28,7 @@ from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.gguf_file import write_gguf_as_folder
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
+from lightrft.models.loading.hub_access import on_hub
 from lightrft.models.loading.packaged import packaged_folder
 from lightrft.models.loading.save_model import end_list
 from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
@@ -240,7 +241,7 @@ def where_of(config: ModelConfig) -> str:
         )
     if looks_like_path(path):
         raise ModelError(f"model.path = {path!r}: there is no such folder{nearest_name(folder)}")
-    return path
+    return on_hub(path, config.revision)
 
 
 def model_settings(config: ModelConfig) -> PreTrainedConfig:

@@ -1,7 +1,9 @@
 import json
+import time
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import GenerationConfig
 
 from lightrft.config.model import ModelConfig
@@ -47,6 +49,23 @@ def test_a_hub_name_without_a_hub_says_so():
         ModelError, match="no folder of that name here, and the model hub did not give it"
     ):
         load_model(config("someone/some-model"))
+
+
+def test_a_hub_that_cannot_be_reached_is_reported_at_once_or_replaced_by_its_cache(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    begun = time.monotonic()
+    with pytest.raises(ModelError, match=r"http://127.0.0.1:9 cannot be reached .* give a folder"):
+        load_tokenizer(config("someone/some-model"))
+    assert time.monotonic() - begun < 10
+    cached = tmp_path / "models--someone--some-model"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert where_of(config("someone/some-model")) == str(cached / "snapshots" / "abc")
 
 
 def test_an_unset_path_is_an_error():

@@ -1,0 +1,39 @@
+"""Models on the hub, without the minute of retries of its client where there is no network."""
+
+from __future__ import annotations
+
+import functools
+
+from huggingface_hub import constants, get_session, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from lightrft.utils.errors import ModelError, first_line
+
+SECONDS = 5.0
+"""Longest time to wait for a connection to the hub."""
+
+
+def on_hub(path: str, revision: str | None) -> str:
+    """Return the hub name ``path``, or its folder in the cache if the hub cannot be reached.
+
+    Raises ``ModelError`` if it is not in the cache either.
+    """
+    if constants.is_offline_mode():
+        return path
+    try:
+        _reach(constants.ENDPOINT)
+    except Exception as error:  # of httpx, or what a release of the hub's client has in its place
+        try:
+            return snapshot_download(path, revision=revision, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise ModelError(
+                f"model.path = {path!r}: there is no such folder, and {constants.ENDPOINT} cannot "
+                f"be reached ({first_line(error)}); give a folder, or check name and network"
+            ) from None
+    return path
+
+
+@functools.cache
+def _reach(endpoint: str) -> None:
+    """Raise the error of the client unless ``endpoint`` answers. Only success is remembered."""
+    get_session().head(endpoint, timeout=SECONDS)
