@@ -477,6 +477,8 @@ def section_defaults(cls: type[Settings], name: str) -> dict[str, object]:
 def _verbs_with(name: str) -> str:
     """Return the verbs that have the setting ``name``, as text."""
     verbs = [verb for verb, cls in all_settings().items() if has_setting(cls, name)]
+    # The methods of a verb have the settings of other verbs, which say enough.
+    verbs = [verb for verb in verbs if " " not in verb] or verbs
     order = ("rl", "dpo", "sft", "rm")
     verbs.sort(key=lambda verb: (order.index(verb) if verb in order else len(order), verb))
     return f"lightrft {' and '.join(verbs[:2])}" if verbs else _NO_VERB
