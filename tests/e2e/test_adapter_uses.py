@@ -130,8 +130,8 @@ def test_rounds_that_start_from_adapters_train_them(rl_tree, tmp_path, folders, 
                 "batch_size": 2,
                 "optimizer": {"lr": 0.0 if name == "merged" else 1e-2},
                 "train": {"steps": 2},
-                "log": {"tensorboard": False},
             },
+            "log": {"tensorboard": False},
             **over,
         }
         run_iterate(build(IterateConfig, tree))

@@ -493,7 +493,7 @@ def test_a_recipe_runs_on_a_tiny_model(
         "select.keep_truncated=true",
         f"{verb}.batch_size=2",
         f"{verb}.train.steps=1",
-        f"{verb}.log.tensorboard=false",
+        "log.tensorboard=false",
         *[*samples, *generator, *cache, *more],
     )
     assert outcome.status == 0, outcome.err
