@@ -81,7 +81,8 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     callbacks, settings = take_callbacks(verb, settings)
     row = trains(verb) or of_kind("call", "server").get(verb)
     if row is None:
-        hint = did_you_mean(verb, of_kind("training", "rounds", "call", "server"))
+        judges = [f"grm-{method}" for method in VERBS["grm"].methods]
+        hint = did_you_mean(verb, [*of_kind("training", "rounds", "call", "server"), *judges])
         raise ConfigError(f"there is no function of the verb {verb!r}{hint}")
     config = read(row.settings_class(), configs, settings)
     if trains(verb):

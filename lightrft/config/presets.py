@@ -541,10 +541,10 @@ def meant_verb(word: str) -> tuple[str, str, str]:
     method, name = word.lower(), word.lower().replace("_", "-")
     if method in PRESETS:
         return "rl", "algorithm", method
-    if method in PREFERENCE_PRESETS:
-        return "kto" if method in ("kto", "bco") else "dpo", "preference", method
     if name in VERBS:
         return name, "", ""
+    if method in PREFERENCE_PRESETS:
+        return "kto" if method == "bco" else "dpo", "preference", method
     return next((v for v, row in VERBS.items() if name in row.others.split()), word), "", ""
 
 

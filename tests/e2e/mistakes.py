@@ -176,7 +176,7 @@ SETTINGS = (
     Mistake("28", "rl+ model= model.path=model model.lora.r=16", "is model.lora.rank here"),
     Mistake("29", "rl+ train.steps=1.5", "train.steps = 1.5 | valid integer | Number of steps"),
     Mistake("32", "rl+ algorithm=grpoo", "unknown preset 'grpoo'; did you mean 'grpo'?"),
-    Mistake("33", "rl+ algorithm=dpo", "unknown preset 'dpo' | lightrft dpo preference=dpo"),
+    Mistake("33", "rl+ algorithm=dpo", "unknown preset 'dpo' | lightrft dpo"),
     Mistake("51", "rl+ eval.every=1", "eval.every = 1 changes nothing | eval.data.sources=["),
     Mistake(
         "52", "rl+ checkpoint.best=eval/acc", "'eval/acc' is never measured | name the eval set"

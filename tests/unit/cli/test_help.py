@@ -135,8 +135,8 @@ def test_the_help_of_a_section_lists_that_section_alone(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["rl", "algorithm=dpo"], "lightrft dpo preference=dpo"),
-        (["rl", "algorithm=kto"], "lightrft kto preference=kto"),
+        (["rl", "algorithm=dpo"], "another verb trains by it: lightrft dpo."),
+        (["rl", "algorithm=kto"], "another verb trains by it: lightrft kto."),
         (["rl", "algorithm=sft"], "another verb trains by it: lightrft sft"),
         (["dpo", "preference=grpo"], "lightrft rl algorithm=grpo"),
         (["grpo"], "did you mean 'lightrft rl algorithm=grpo'?"),
