@@ -9,6 +9,16 @@ from collections.abc import Callable, Iterator
 from tests.architecture.tree import ROOT, Module, modules, text_files
 
 LONG_FUNCTION, LONG_FILE = 80, 700
+# A catalogue is as long as its entries.
+CATALOGUES = {
+    "lightrft/algorithms/advantages.py",
+    "lightrft/algorithms/policy_losses.py",
+    "lightrft/config/other_names/translated.py",
+    "lightrft/config/presets.py",
+    "lightrft/models/families.py",
+    "lightrft/observability/metric_table.py",
+    "lightrft/verbs.py",
+}
 # A folder of one machine, which nobody else has.
 MACHINE_PATH = re.compile(
     r"(?<![\w.])/(?:work|farm|root|opt/wheels|opt/pypi|tmp/bash_jobs|home/\w+|Users/\w+)\b"
@@ -108,7 +118,9 @@ def long_ones(module: Module) -> list[str]:
     ]
     sizes = [(f"{module.where}:{f.lineno} {f.name}", code_lines(f, text)) for f in functions]
     found = [f"{where} has {size} lines of code" for where, size in sizes if size > LONG_FUNCTION]
-    return found + ([f"{module.where} has {len(text)} lines"] if len(text) > LONG_FILE else [])
+    if len(text) > LONG_FILE and module.where not in CATALOGUES:
+        found.append(f"{module.where} has {len(text)} lines")
+    return found
 
 
 def undocumented(module: Module) -> list[str]:

@@ -7,11 +7,11 @@ from lightrft.config.base import Settings
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.train import DistillationConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.verbs import all_settings
+from lightrft.verbs import VERBS, all_settings
 
 
 class Options(Settings):
-    """What ``lightrft check`` passes to a function: whatever that takes."""
+    """The options of verbs without a class of settings, such as those of a function for ``lightrft check``."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -31,11 +31,8 @@ class Explained(RLConfig):
 
 
 CONFIG_OF: dict[str, type[Settings]] = {
+    **dict.fromkeys(VERBS, Options),
     **all_settings(),
     **SETTINGS,
     "explain": Explained,
-    "check": Options,
-    "report": Options,
-    "settings": Options,
-    "completion": Options,
 }
