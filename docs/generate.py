@@ -3,7 +3,8 @@
 ``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``readers.md`` from its table,
 ``families.md`` from its table and the verdicts of ``benchmarks/families.py``, ``algorithms.md`` from the presets, and
 ``algorithms/*.md`` from what ``lightrft explain`` says of each. ``public.md`` is made by ``docs.public_names``, and
-``errors.md`` by ``docs.errors``. ``migration.md`` is written by hand, but for the configs of ``examples/coming_from``.
+``errors.md`` by ``docs.errors``. Written by hand are ``migration.md``, but for the configs of ``examples/coming_from``, and
+``index.md``, but for its verbs.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def pages() -> dict[Path, str]:
     made = {path: wrapped(text) for path, text in found.items()}
     ours = imported_configs()
     made[Path("migration.md")] = migration_page(ours)
+    made[Path("index.md")] = index_page()
     stub = {Path("..", "lightrft", "__init__.pyi"): python_stub()}
     return {**made, **{Path("..", name): text for name, text in ours.items()}, **stub}
 
@@ -131,6 +133,15 @@ def migration_page(ours: dict[str, str]) -> str:
     page = (DOCS / "migration.md").read_text(encoding="utf-8")
     block = re.compile(r"(?P<head>^<!-- (?P<name>\S+) -->\n```[^\n]*\n).*?^```$", re.M | re.S)
     return block.sub(filled, page)
+
+
+def index_page() -> str:
+    """Return ``index.md`` with a row for each verb."""
+    page = (DOCS / "index.md").read_text(encoding="utf-8")
+    rows = "".join(
+        f"| [{name}](verbs/{name}.md) | {verb.about} |\n" for name, verb in VERBS.items()
+    )
+    return re.sub(r"(?:^\| \[[\w-]+\]\(verbs/.*\n)+", lambda _: rows, page, flags=re.M)
 
 
 def python_stub() -> str:

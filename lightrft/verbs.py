@@ -334,7 +334,7 @@ VERBS: dict[str, Verb] = {
     ),
     "convert": Verb(
         "call",
-        "write a model folder with another type of weights, or size of files",
+        "write a model folder with another type of weights, or from a checkpoint",
         purpose=(
             "Write a model folder with weights of another type, in files of another size,"
             " of a GGUF file, or of a checkpoint of DeepSpeed or FSDP: lightrft convert "

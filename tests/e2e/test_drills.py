@@ -30,8 +30,12 @@ def checks_of(patch: Path) -> list[list[str]]:
 def passes(words: list[str], tree: Path) -> bool:
     """Run a check in ``tree``, whose package is imported in place of the installed one."""
     program, *rest = words
-    options = {"pytest": ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]}
-    command = [*options.get(program, ["-m", program] if program == "lightrft" else []), *rest]
+    start = {
+        "pytest": ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"],
+        "lightrft": ["-m", "lightrft"],
+        "python": [],
+    }
+    command = [*start[program], *rest]
     outcome = subprocess.run(
         [sys.executable, *command],
         cwd=tree,
@@ -55,7 +59,7 @@ def test_a_change_touches_the_files_of_its_kind_and_passes_its_checks(patch: Pat
     tree.mkdir()
     for name in KEPT:
         source = ROOT / name
-        skipped = shutil.ignore_patterns("__pycache__", "results", "site")
+        skipped = shutil.ignore_patterns("__pycache__")
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tree / name, **({"ignore": skipped} if source.is_dir() else {}))
     # A drill that the tree has is undone first.
