@@ -15,7 +15,9 @@ import pytest
 from tests.e2e.command import ROOT
 
 PATCHES = sorted((ROOT / "tests" / "drills").glob("*.patch"))
-KEPT = ("lightrft", "tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*cache", ".hypothesis"
+)
 
 
 def files_of(patch: Path) -> list[str]:
@@ -55,13 +57,7 @@ def apply(patch: Path, tree: Path, *options: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_a_change_touches_the_files_of_its_kind_and_passes_its_checks(patch: Path, tmp_path: Path):
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for name in KEPT:
-        source = ROOT / name
-        skipped = shutil.ignore_patterns("__pycache__")
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, tree / name, **({"ignore": skipped} if source.is_dir() else {}))
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=LEFT_OUT)
     # A drill that the tree has is undone first.
     assert apply(patch, tree, "--check") or apply(patch, tree, "--reverse")
     first, *others = checks_of(patch)
