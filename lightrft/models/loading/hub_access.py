@@ -18,22 +18,20 @@ def on_hub(path: str, revision: str | None) -> str:
 
     Raises ``ModelError`` if it is not in the cache either.
     """
-    if constants.is_offline_mode():
-        return path
+    return path if constants.is_offline_mode() else _found(path, revision, constants.ENDPOINT)
+
+
+# A start asks several times. Errors are not remembered, so that a later call may reach the hub.
+@functools.cache
+def _found(path: str, revision: str | None, endpoint: str) -> str:
     try:
-        _reach(constants.ENDPOINT)
+        get_session().head(endpoint, timeout=SECONDS)
     except Exception as error:  # of httpx, or what a release of the hub's client has in its place
         try:
             return snapshot_download(path, revision=revision, local_files_only=True)
         except LocalEntryNotFoundError:
             raise ModelError(
-                f"model.path = {path!r}: there is no such folder, and {constants.ENDPOINT} cannot "
+                f"model.path = {path!r}: there is no such folder, and {endpoint} cannot "
                 f"be reached ({first_line(error)}); give a folder, or check name and network"
             ) from None
     return path
-
-
-@functools.cache
-def _reach(endpoint: str) -> None:
-    """Raise the error of the client unless ``endpoint`` answers. Only success is remembered."""
-    get_session().head(endpoint, timeout=SECONDS)

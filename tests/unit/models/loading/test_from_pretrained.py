@@ -66,6 +66,9 @@ def test_a_hub_that_cannot_be_reached_is_reported_at_once_or_replaced_by_its_cac
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("abc")
     assert where_of(config("someone/some-model")) == str(cached / "snapshots" / "abc")
+    # A start asks several times, and waits for the hub once.
+    cached.rename(tmp_path / "elsewhere")
+    assert where_of(config("someone/some-model")) == str(cached / "snapshots" / "abc")
 
 
 def test_an_unset_path_is_an_error():
