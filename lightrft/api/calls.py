@@ -19,13 +19,12 @@ from lightrft.api.run import Run, json_lines
 from lightrft.api.shown_data import ShownData, shown_data
 from lightrft.api.signatures import SHORT, sign
 from lightrft.api.start import (
-    check_output,
     check_trained,
+    function_of,
     import_function,
     memory_errors,
     program,
     started,
-    threads_of,
 )
 from lightrft.api.verbs import fitting, plain_settings
 from lightrft.config.base import (
@@ -87,9 +86,8 @@ def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     config = read(row.settings_class(), configs, settings)
     if trains(verb):
         return _trained(verb, row.function, plain_settings(config), callbacks)
-    check_output(config)
     with show_warnings():
-        run = import_function(row.function, threads_of(config))
+        run = function_of(row, config)
         if callbacks:  # of a generation
             with watching(config.run, callbacks) as observer:
                 result = run(config, observer=observer)

@@ -21,6 +21,7 @@ from lightrft.config.run import RunConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.torchrun import run_processes
 from lightrft.utils.errors import ConfigError, NothingTrained, ResourceError, first_line
+from lightrft.verbs import Verb
 
 
 def started(verb: str, arguments: Sequence[str], config: TrainingConfig) -> int | None:
@@ -59,11 +60,18 @@ def program(path: str, config: TrainingConfig) -> Callable[..., dict[str, Any]]:
     return import_function(path, config.run.threads)
 
 
-def threads_of(config: Any) -> int:
-    """Return the number of threads that settings ask for: 0 for the number of the machine."""
+def function_of(verb: Verb, config: Any) -> Callable[..., Any]:
+    """Import and return the function of a verb of the kind ``call`` or ``server``.
+
+    Raises ``ConfigError`` if no file can be written where the setting ``output`` says.
+    """
+    check_output(config)
+    threads = 0
     if has_setting(type(config), "run.threads"):
-        return config.run.threads
-    return config.threads if has_setting(type(config), "threads") else 0
+        threads = config.run.threads
+    elif has_setting(type(config), "threads"):
+        threads = config.threads
+    return import_function(verb.function, threads)
 
 
 def import_function(path: str, threads: int) -> Callable[..., Any]:

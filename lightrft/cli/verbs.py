@@ -6,14 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from lightrft.api.progress import finish, watching, with_report
-from lightrft.api.start import (
-    check_output,
-    import_function,
-    memory_errors,
-    program,
-    started,
-    threads_of,
-)
+from lightrft.api.start import function_of, memory_errors, program, started
 from lightrft.api.verbs import fitting, plain_settings
 from lightrft.cli.arguments import file_first, parse, positional, settings_of, with_origin
 from lightrft.config.base import Loaded
@@ -74,8 +67,7 @@ def run_here(verb: str, row: Verb, arguments: Sequence[str]) -> int:
     config = settings_of(verb, row.settings_class(), words, row.purpose)
     if config is None:
         return 0
-    check_output(config)
-    function = import_function(row.function, threads_of(config))
+    function = function_of(row, config)
     with memory_errors():
         result = function(config)
     if row.notes is not None:
@@ -99,7 +91,7 @@ def serve(verb: str, row: Verb, arguments: Sequence[str]) -> int:
     if config is None:
         return 0
     with memory_errors():
-        server = import_function(row.function, threads_of(config))(config)
+        server = function_of(row, config)(config)
         sys.stdout.write(server.ready_line() + "\n")
         sys.stdout.flush()
         server.run()
