@@ -419,10 +419,11 @@ def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> Served
         )
     if built.is_own or not trains:
         return built
-    kinds = media_kinds(model)
-    return VLLMServerEngine.over(
-        built, ServedMedia(model_settings(model), kinds) if kinds else None
-    )
+    media = None
+    if kinds := media_kinds(model):
+        # a server that gets adapters has not our backend of weight transfer
+        media = ServedMedia(model_settings(model), kinds, own_positions=folder is not None)
+    return VLLMServerEngine.over(built, media)
 
 
 def check_served_weights(engine: HTTPEngine, actor: Actor, *, compares: bool) -> None:

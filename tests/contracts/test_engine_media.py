@@ -91,10 +91,8 @@ class Subject:
             rows += [(("video", (2, 16, 24, 3)), "and then?")]
         if self.family == "qwen2_vl":
             rows += [CLIP, (PICTURE, *CLIP)]
-        if self.family in ("qwen2_vl", "qwen2_5_vl") and not isinstance(
-            self.engine, VLLMServerEngine
-        ):
-            # Their time axis is longer than their frames. A server refuses such clips.
+        if self.family in ("qwen2_vl", "qwen2_5_vl"):
+            # Their time axis is longer than their frames.
             rows += [CLIP, LONG_CLIP, (*LONG_CLIP, PICTURE, "or", *LONG_CLIP), LONG_CLIP[:1]]
         return rows
 
@@ -147,7 +145,10 @@ def engine_of(name: str, made: Rig, media: list[MediaKind] | None = None) -> Eng
         for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     ]
     + (
-        [("vllm", "qwen2_audio"), ("vllm_server", "qwen2_vl"), ("vllm_server", "qwen2_audio")]
+        [
+            ("vllm", "qwen2_audio"),
+            *(("vllm_server", name) for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_audio")),
+        ]
         if HAS_VLLM
         else []
     )

@@ -63,11 +63,16 @@ class ServedMedia:
     Args:
         settings: The config of the model, of transformers.
         kinds: Kinds of media that the model reads.
+        own_positions: The server places text after a video as vLLM does. One with our backend of
+            weight transfer places it as the trainer does.
     """
 
-    def __init__(self, settings: Any, kinds: Sequence[MediaKind]) -> None:
+    def __init__(
+        self, settings: Any, kinds: Sequence[MediaKind], *, own_positions: bool = False
+    ) -> None:
         self._settings = settings
         self._kinds = kinds
+        self._own_positions = own_positions
         # requests for one prompt follow each other
         self._last: tuple[Prompt, str, dict[str, Any]] | None = None
 
@@ -78,7 +83,8 @@ class ServedMedia:
     def check(self, prompt: Prompt) -> None:
         """Raise ``ConfigError`` if vLLM computes the media of ``prompt`` in another way."""
         check_media(self._settings, self._kinds, prompt)
-        check_positions(self._settings, prompt)
+        if self._own_positions:
+            check_positions(self._settings, prompt)
 
     def features(self, prompt: Prompt, weights: str) -> dict[str, Any]:
         """Return the field ``features`` of the request for ``prompt``.

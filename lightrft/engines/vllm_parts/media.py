@@ -82,7 +82,8 @@ def check_media(settings: Any, kinds: Sequence[MediaKind], prompt: Prompt) -> No
 def place_text(model: Any) -> None:
     """Place text after the longer side of a frame, as the forward of transformers does.
 
-    vLLM places it after the last position, which may be one of the time axis.
+    vLLM places it after the last position, which may be one of the time axis. It is called once for
+    a model: by the engine in this process, and by the backend of weight transfer in a server.
 
     Args:
         model: vLLM's model.
@@ -104,7 +105,7 @@ def place_text(model: Any) -> None:
 
 
 def check_positions(settings: Any, prompt: Prompt) -> None:
-    """Refuse videos after which a server of vLLM counts positions in another way (``place_text``).
+    """Refuse videos after which a server without ``place_text`` counts positions in another way.
 
     Args:
         settings: The config of the model, of transformers.
@@ -126,10 +127,11 @@ def check_positions(settings: Any, prompt: Prompt) -> None:
         side = max(height, width) // vision.spatial_merge_size
         if last >= side:
             raise ConfigError(
-                f"the server cannot generate for prompt {prompt.id!r}: a video reaches "
-                f"position {last} in time and {side - 1} in its frames, and vLLM places the "
-                "text after it elsewhere than transformers; give shorter videos or larger "
-                "frames, or set engine.kind to vllm or native"
+                f"engine.weights_dir: the server cannot generate for prompt {prompt.id!r}: a video "
+                f"reaches position {last} in time and {side - 1} in its frames, and vLLM places "
+                "the text after it elsewhere than transformers. Leave out engine.weights_dir: a "
+                "server that gets whole weights places it alike. Or give shorter videos or larger "
+                "frames"
             )
 
 

@@ -2,7 +2,8 @@
 
 vLLM calls ``register`` in each of its processes, by the entry point ``vllm.general_plugins``. A
 server that is started with ``--weight-transfer-config '{"backend": "lightrft"}'`` then receives
-weights as workers of Ray do: in buckets, which a process group broadcasts.
+weights as workers of Ray do: in buckets, which a process group broadcasts. It also places the text
+after a video where the trainer does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.tensor_slices import slice_from_json
 from lightrft.engines.vllm_parts.held_weights import HeldWeights
 from lightrft.engines.vllm_parts.kernel_copies import pack_experts, repack_tied_layers
+from lightrft.engines.vllm_parts.media import place_text
 from lightrft.engines.vllm_parts.parameter_names import VLLMNames
 from lightrft.engines.weight_transport import WeightBuffer
 
@@ -92,6 +94,10 @@ class WeightReceiver:
     _names: VLLMNames | None = None
     _compared: HeldWeights | None = None
     _sources: dict[str, str]
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        place_text(self.model)
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
         """Join the group of ``info``. Leave the group of an earlier trainer.

@@ -41,15 +41,17 @@ def test_pictures_without_text_between_them_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_a_clip_whose_text_a_server_places_elsewhere_is_refused(
+def test_a_clip_whose_text_a_server_of_adapters_places_elsewhere_is_refused(
     family: str, tmp_path: Path
 ) -> None:
     made = rig(family, tmp_path)
     model = ModelConfig(path=str(made.path))
-    media = ServedMedia(model_settings(model), media_kinds(model))
+    media = ServedMedia(model_settings(model), media_kinds(model), own_positions=True)
     media.check(made.prompt("short", ("video", (2, 16, 24, 3)), "and then?"))
+    long = made.prompt("long", ("video", (40, 16, 24, 3)), "and then?")
     with pytest.raises(ConfigError, match=r"a video reaches position .* in time and 2 in its"):
-        media.check(made.prompt("long", ("video", (40, 16, 24, 3)), "and then?"))
+        media.check(long)
+    ServedMedia(model_settings(model), media_kinds(model)).check(long)
 
 
 @pytest.mark.parametrize(

@@ -452,7 +452,6 @@ def test_published_limits_of_a_folder_hold_for_images_and_clips_alike(tmp_path: 
 def test_a_clip_that_reaches_beyond_the_text_after_it_is_reported(
     seconds: int, side: int, said: bool, eyes: dict[str, Rig], tmp_path: Path, caplog: Any
 ) -> None:
-    """vLLM refuses such a clip, so that the native engine must not be silent about it."""
     r = eyes["qwen2_5_vl"]
     clip(tmp_path / "c.mp4", frames=8 * seconds, rate=8, height=side, width=side)
     caplog.set_level("WARNING", "lightrft")
