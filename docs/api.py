@@ -26,7 +26,8 @@ EXAMPLES = Path(__file__).resolve().parent / "python-examples.md"
 BLOCKS = ("Args", "Attributes", "Returns", "Raises")
 ENTRY = re.compile(r"^(\w+): (.*(?:\n +.*)*)", re.M)
 COLUMN = re.compile(
-    r"((?:^    # .*\n)*)^    (\w+): Tensor \| None = \w+_column\(\)(?:  # (.*))?", re.M
+    r"(?:^\n    # (.*)\.\n)?((?:^    # .*\n)*)^    (\w+): Tensor \| None = \w+_column\(\)(?:  # (.*))?",
+    re.M,
 )
 GIVEN = """\
 Each function takes config files, mappings or settings as `*configs`, and sections of
@@ -124,9 +125,11 @@ def whole_class(cls: type, variable: str = "") -> Iterator[str]:
 
 
 def columns() -> Iterator[str]:
-    """Yield the columns of a batch, with the shape and meaning of each."""
+    """Yield the columns of a batch by group, with the shape and meaning of each."""
     yield from ("| column | shape and meaning |", "|---|---|")
-    for above, name, behind in COLUMN.findall(inspect.getsource(Batch)):
+    for group, above, name, behind in COLUMN.findall(inspect.getsource(Batch)):
+        if group:
+            yield f"| | **{group}** |"
         said = behind or " ".join(re.findall(r"# (.*)", above))
         said = re.sub(r"^\[([^\]]*)\]", r"`[\1]`", said.replace("``", "`"))
         yield f"| `{name}` | {said.replace('|', chr(92) + '|')} |"
