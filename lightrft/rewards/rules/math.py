@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightrft.rewards.rules.number_parsing import (
     same_quantity,
     tidy,
     unit_of,
+    units_differ,
     written_out,
 )
 from lightrft.rewards.sandbox.results import UNGRADED
@@ -62,6 +63,14 @@ _POINTS = re.compile(r"\\(angle|measuredangle|triangle)\s*\{?\s*([A-Z]{2,})")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(?!10(?!\d))(\d+)")  # ten is the base of other numbers
 _DATE = re.compile(r"\d{4}([-/])\d{1,2}\1\d{1,2}|\d{1,2}([-/])\d{1,2}\2\d{4}")
 _REVERSED = re.compile(r"\A([^=,A-Za-z]++)=\s*+([A-Za-z])\Z")  # such as "5 = x"
+_DOTS = re.compile(r"\\[lcd]?dots[a-z]?(?![A-Za-z])|…|\.{3}")
+_STATED = re.compile(
+    r"\A(?!.*(?:\b(?:not|never|no)\b|n['’]t))\D*?\b(?:is|are|was|were|equals|has|have|had"
+    r"|(?:make|earn|get|need|spend|pay|cost|save|take)s?)\s++(?=[-+.$€£¥\\(]*(?:\d|frac|sqrt))",
+    re.IGNORECASE,
+)
+"""Words before the number of a sentence, such as "Janet has"."""
+_VALUE = re.compile(r"\s*([A-Za-z](?:_\{?\w\}?)?)\s*=([^=]+)")
 _ASSIGNED = r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])"
 
 
@@ -144,7 +153,7 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
     if marks:
         # A mark without content is a wrong answer. What comes before it does not count.
         _, answer = max(marks, key=itemgetter(0))
-        return content_of(answer)
+        return content_of(_stated(answer)) if answer else None
     return _unmarked_answer(text, tagged is not None, last_number)
 
 
@@ -156,19 +165,33 @@ def _unmarked_answer(text: str, tagged: bool, last_number: bool) -> str | None:
         tagged: The text is the content of an ``<answer>`` tag.
         last_number: As a last resort, take the last number.
     """
-    said = list(_SAID.finditer(text))
-    if said:
-        start = said[-1].end()
-        end = _CLAUSE_END.search(text, start)
-        answer = text[start : end.start() if end else None]
-        if "**" in said[-1][0]:  # whose other half is behind the number: **12** dollars
-            answer = re.sub(r"(?<=\S)\*\*(?=\s)", "", answer)
-        return answer.strip(" \t\r*") or None
+    said = _said(text)
+    if said is not None:
+        return said or None
     is_one_line = bool(text) and "\n" not in text
     if is_one_line and (tagged or _is_expression(text)):
         return text
     numbers = _NUMBER.findall(text) if last_number else []
     return numbers[-1] if numbers else None
+
+
+def _said(text: str) -> str | None:
+    """Return what stands behind "the answer is" up to the end of the clause, if a text says so."""
+    said = list(_SAID.finditer(text))
+    if not said:
+        return None
+    start = said[-1].end()
+    end = _CLAUSE_END.search(text, start)
+    answer = text[start : end.start() if end else None]
+    if "**" in said[-1][0]:  # whose other half is behind the number: **12** dollars
+        answer = re.sub(r"(?<=\S)\*\*(?=\s)", "", answer)
+    return answer.strip(" \t\r*")
+
+
+def _stated(answer: str) -> str:
+    """Return a marked answer without the words before it, such as "The answer is"."""
+    said = _said(answer)
+    return _STATED.sub("", answer) if said is None else said
 
 
 def gold_text(gold: object) -> str:
@@ -222,14 +245,17 @@ def equal(gold: str, answer: str) -> bool:
         return False
     if _is_words(gold_plain) or _is_words(answer_plain):
         return False  # read as a product of variables, a word would equal its anagrams
-    return _same_parts(_expression(gold), _expression(answer))
+    wanted, given = _expression(gold), _expression(answer)
+    return _same_parts(_as_point(wanted, given), _as_point(given, wanted))
 
 
 def _other_names(gold: str, answer: str) -> bool:
     """Return whether both sides name points, and not the same ones, or bases of numbers differ.
 
-    math-verify reads points as a product of variables, and drops the base of a number.
+    math-verify reads points as a product of variables, and drops the base of a number and dots.
     """
+    if _DOTS.search(answer) and not _DOTS.search(gold):
+        return True
     for pattern in (_POINTS, _BASE):
         wanted, given = (sorted(map(_one_order, pattern.findall(text))) for text in (gold, answer))
         # A figure may be named on one side alone; 1010 is not 1010_2.
@@ -258,13 +284,13 @@ def _same_parts(gold: str, answer: str) -> bool:
             del parts[0], words[0]
             parts[0] = parts[0][1:].strip()
     if _lower(said) != _lower(told):
-        units = set()
+        units = []
         for parts, words in ((wanted, said), (given, told)):
             unit = unit_of(words[-1]) if words and not parts[-1] else None
             if unit is not None:
                 del parts[-1], words[-1]
-                units.add(unit)
-        if len(units - {""}) > 1 or _lower(said) != _lower(told):
+                units.append(unit)
+        if (len(units) > 1 and units_differ(*units)) or _lower(said) != _lower(told):
             return False
     if not said:
         return _verify(wanted[0], given[0])
@@ -343,6 +369,22 @@ def _expression(text: str) -> str:
     return text
 
 
+def _as_point(text: str, other: str) -> str:
+    """Write ``x = 1, y = 2`` as the point ``(1, 2)`` if ``other`` is a point."""
+    if "=" in other or not re.fullmatch(r"\(.*,.*\)", other):
+        return text
+    inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    found = [_VALUE.fullmatch(part) for part in re.split(r"[,;]|\\\\", inner)]
+    values = [(part[1], part[2].strip()) for part in found if part]
+    if len({name for name, _ in values}) < max(len(found), 2):
+        return text
+    letters = sorted(ord(name[0]) for name, _ in values)
+    # x, y, z and x_1, x_2 have an order; the point of "m = 2, b = 1" is as it is written.
+    if letters[-1] - letters[0] in (0, len(letters) - 1):
+        values.sort()
+    return f"({', '.join(value for _, value in values)})"
+
+
 @lru_cache(maxsize=4096)
 def _parsed(latex: str) -> Any | None:
     """Parse ``latex`` to a mathematical object; ``None`` if it is none."""
@@ -363,7 +405,7 @@ def _parsed(latex: str) -> Any | None:
 
 def _verify(gold: str, answer: str) -> bool:
     from math_verify import verify
-    from sympy import FiniteSet, Interval
+    from sympy import Expr, FiniteSet, I, Interval, MatrixBase
 
     wanted = _parsed(gold)
     given = _parsed(answer)
@@ -378,7 +420,15 @@ def _verify(gold: str, answer: str) -> bool:
         # (1, 2) is a pair or an interval, never a set of two.
         if isinstance(one, Interval) and isinstance(other, FiniteSet):
             return False
-    return verify([wanted], [given], timeout_seconds=None, allow_set_relation_comp=True)
+    same = partial(verify, timeout_seconds=None, allow_set_relation_comp=True)
+    if same([wanted], [given]):
+        return True
+    # math-verify reads i as a variable. Inequalities and intervals have no imaginary numbers.
+    unit = {name: I for name in wanted.free_symbols | given.free_symbols if str(name) == "i"}
+    kinds = (Expr, FiniteSet, MatrixBase)
+    if not unit or not isinstance(wanted, kinds) or not isinstance(given, kinds):
+        return False
+    return same([wanted.subs(unit)], [given.subs(unit)])
 
 
 def _depth(text: str) -> int:

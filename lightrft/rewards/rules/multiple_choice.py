@@ -60,12 +60,25 @@ _ENDS = re.compile(_CLOSING + r"(?:[ \t]*+(?:\Z|\n)|[.;](?!\S)|,?\s(?:because|si
 """What follows a letter in lower case that is no variable and no article."""
 
 
+_ADVERB = (
+    r"(?:(?:definitely|clearly|certainly|surely|obviously|undoubtedly|probably|indeed|simply|actually|therefore|thus"
+    r"|hence|then|finally|(?:most\s++)?likely)\s++)?+"
+)
+_COPULA = r"is|['’]s|(?:would|must|should|will)\s++be|(?:has|seems|appears)\s++to\s++be|=>|→|[:=]|(?<=\s)[-–—]++>?+(?=\s)"
+_SO = (
+    r"\b(?:(?:so|hence|thus|therefore|consequently|accordingly|ultimately|definitely|in\s++conclusion)[,:]?+\s"
+    r"|(?:conclusion|solution|response|result|verdict|final|correct|selected|selection|letter)[*_]*+\s*+:)\s*+"
+)
+"""What stands before a letter that is a sentence or a line by itself."""
+
+
 @REWARDS.register("multiple_choice", needs={"label"}, kind="outcome")
 def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
     """Return 1 if the response picks the label's letter, else 0.
 
-    The last explicit conclusion counts, such as "the answer is B", "B is the correct answer" and "I
-    choose B". Without one, a letter in the last line counts, then "B is correct" or "it is B".
+    The last explicit conclusion counts, such as "the answer is B", "B is the correct answer", "I
+    choose B" and "hence, B". Without one, a letter in the last line or alone in the first one
+    counts, then "B is correct" or "it is B".
 
     Args:
         choices: The letters in order. A label may also be an index into them, from 0.
@@ -105,7 +118,7 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
         return max(sure)[1]
     # "B is correct" may be about one of several statements.
     only = {letter for _, letter in unsure}
-    return _last_line(text, choices) or (only.pop() if len(only) == 1 else None)
+    return _letter_line(text, choices) or (only.pop() if len(only) == 1 else None)
 
 
 def _conclusions(text: str, choices: str) -> Iterator[tuple[int, str, bool]]:
@@ -135,6 +148,8 @@ def _cased(found: re.Match[str], choices: str) -> str | None:
     """
     letter, text = found["letter"], found.string
     start, end = found.span("letter")
+    if found["so"] and not _ENDS.match(text, end):
+        return None
     if letter in choices:
         if found["foreign"]:
             return letter
@@ -159,15 +174,16 @@ def _said(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[st
     ``**B**``. None finds "the answer is A or B".
     """
     letters = re.escape(choices)
-    adverb = r"(?:would|will|shall|must|should|have\s++to|therefore|thus|hence|then|finally)\s++"
+    modal = r"(?:(?:would|will|shall|must|should|have\s++to|am|are)\s++)?+"
     cued = re.compile(
-        r"(?:(?:answer|choice|option)\b(?:\s++(?:choice|option)\b)?+[*\"'”]*+\s*+"
-        r"(?P<copula>is|(?:would|must|should)\s++be|[:=])?+\s*+[:=]?+\s*+(?:(?:option|choice)\s++)?+"
+        r"(?:(?:\bans\b\.?+|(?:answer|choice|option|(?:correct|right)\s++(?:one|letter))\b(?:\s++(?:choice|option)\b)?+)"
+        rf"[*\"'”]*+\s*+(?P<copula>{_COPULA})?+\s*+[:=]?+\s*+{_ADVERB}(?:(?:option|choice)\s++)?+"
         rf"|(?P<foreign>{ANSWER_IS}[\s:：]*+|(?<!不)选[择项]?+[\s:：]*+)"
-        rf"|\b(?:I|we)(?:['’](?:d|ll))?+\s++(?:{adverb}){{0,3}}+(?:choose|chose|pick|select|go\s++with"
-        r"|opt\s++for|settle\s++on)\s++(?:(?:answer|option|choice)\s++)?+"
+        rf"|(?P<so>{_SO}(?:(?:option|choice)\s++)?+)"
+        rf"|\b(?:I|we)(?:['’](?:d|ll|m|re))?+\s++{modal}{_ADVERB}(?:choose|chose|pick|select|say|go(?:ing)?+\s++(?:with|for)"
+        r"|(?:opt|vote)(?:\s++for)?+|settle\s++on)\s++(?:(?:answer|option|choice)\s++)?+"
         rf"|\bnot\s++[(*\[]{{0,3}}(?-i:[{letters}])[)*\]]{{0,3}},?+\s++but\s++(?:(?:rather|instead)\s++)?+"
-        r"|(?P<it>\bit(?:['’]s|\s++is|\s++must\s++be)\s++(?:(?:option|choice)\s++)?+))"
+        rf"|(?P<it>\bit(?:['’]s|\s++is|\s++must\s++be)\s++{_ADVERB}(?:(?:option|choice)\s++)?+))"
         rf"{_OPENING}(?P<letter>[{letters}])(?!(?!__)(?:(?![{UNSPACED}])\w|'\w))(?!{_CLOSING}\s*+(?:[?？错]|不[对是正符]))"
         rf"(?!\W*+(?<=\s)(?:or|and)\s++[(\[]?[{letters}]\b)"
         rf"(?![)\]\s]*+[或和与、]\s*+[(\[（]?(?-i:[{letters}]))"
@@ -188,14 +204,18 @@ def _said(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[st
     return cued, correct, emphasized
 
 
-def _last_line(text: str, choices: str) -> str | None:
-    """Return the letter of the last line, unless it is one of several lines that list choices."""
+def _letter_line(text: str, choices: str) -> str | None:
+    """Return the letter of the last line, unless it is one of several lines that list choices.
+
+    The letter of the first line counts if no other line is a letter.
+    """
     lines = [line.strip() for line in text.strip().splitlines()]
     letters = [_only_letter(line, choices) for line in lines]
-    if not lines or letters[-1] is None:
-        return None
     alone, _, _ = _alone(choices)
     is_alone = [alone.fullmatch(line) is not None for line in lines]
+    if not lines or letters[-1] is None:
+        is_first = is_alone[:1] == [True] and not any(letters[1:])
+        return letters[0] if is_first else None
     same = [
         letter
         for letter, form in zip(letters, is_alone, strict=True)

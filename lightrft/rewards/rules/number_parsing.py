@@ -55,13 +55,14 @@ _ENDLESS = re.compile(
 )
 _ABOUT = r"approximately|approx\.?|about|around|roughly"
 _APPROXIMATELY = re.compile(
-    rf"\A(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\\text\s*\{{\s*(?:{_ABOUT})\s*\}}|(?:{_ABOUT})\s"
+    rf"\A(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\\text\s*\{{\s*(?:{_ABOUT})\s*\}}|(?:{_ABOUT}|the)\s"
     r"|(?:大?[约約])(?:等于|[为為是])?)\s*(?=[-+.\d\\$€£¥])",
     re.IGNORECASE,
 )
 _EMPTY = re.compile(
     r"(?:there (?:is|are) )?no solutions?(?: exists?)?|(?:the )?empty set", re.IGNORECASE
 )
+_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
 _WRAPPED = [
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
     re.compile(r"\$(.*)\$", re.DOTALL),
@@ -71,12 +72,18 @@ _WRAPPED = [
     re.compile(r"\*([^*]*)\*"),
     re.compile(r"__([^_]*)__"),
     re.compile(r"`([^`]*)`"),
+    re.compile(rf"\{{((?:[^{{}},]|{_GROUP})*+)\}}"),
 ]
 _LEVELS = 16
 _SPACE = "".join(filter(str.isspace, map(chr, range(0x3001))))
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+_FONTS = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|emph|operatorname)(?![A-Za-z])"
+_TEXT = re.compile(rf"{_FONTS}\s*\{{([^{{}}]*)\}}")
+_LOOK = re.compile(
+    r"(?P<raised>[\^_]\s*)?(?:\\(?:(?:fcolorbox\s*\{[^{}]*\}|colorbox|(?:text)?color)\s*+(?:\[[^][{}]*\]\s*+)?\{[^{}]*\}"
+    r"|(?:left|right|[Bb]igg?[lr]?|(?:display|text|script)style|limits|boldsymbol|bm|pmb|underline|bf|bfseries"
+    rf"|rm|it|tiny|small|large|Large|LARGE|huge|Huge)(?![A-Za-z]))|{_FONTS}(?!\s*\{{))\s*(?P<group>{_GROUP})?"
 )
+"""Commands that change only the look of what follows."""
 _LETTERS = "A-Za-zÀ-ÖØ-öø-ɏА-яЁё"
 _FUNCTIONS = frozenset(
     word
@@ -87,8 +94,7 @@ _FUNCTIONS = frozenset(
     for word in row.split()
 )
 _PIECE = re.compile(
-    r"\\(?:begin|end|color|textcolor)\s*\{[^{}]*\}"
-    r"|\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{(?P<text>[^{}]*)\}"
+    rf"\\(?:begin|end)\s*\{{[^{{}}]*\}}|{_FONTS}\s*\{{(?P<text>[^{{}}]*)\}}"
     rf"|\\[A-Za-z]+|(?P<bare>[{_LETTERS}]{{2,}}|[{UNSPACED}]+)|[^\\{_LETTERS}{UNSPACED}]+|.",
     re.DOTALL,
 )
@@ -150,18 +156,50 @@ _UNITS = {
         "ml mL milliliter milliliters",
         "cents cent",
         "degrees degree",
-        "celsius",
+        "radians radian rad",
+        "celsius centigrade",
         "fahrenheit",
+        "kelvin kelvins",
         "ohms ohm",
-        "sq",
-        *("Hz", "Pa", "kN", "kJ", "eV", "kW", "MW", "mA", "mV", "kV", "nm", "ms"),
+        "newtons newton",
+        "joules joule",
+        "watts watt",
+        "volts volt",
+        "amperes ampere amps amp",
+        "Hz hertz",
+        "Pa pascal pascals",
+        *("kN", "kJ", "eV", "kW", "MW", "mA", "mV", "kV", "nm", "ms"),
         "mph",
+        "kph kmh",
         "am AM",
         "pm PM",
     )
     for alias in names.split()
 }
-_SYMBOLS = {"N": "newtons", "J": "joules", "W": "watts", "V": "volts", "A": "amperes"}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+"""Words before a unit that raise it to a power."""
+_DERIVED = {
+    "mph": "mi/h",
+    "kph": "km/h",
+    "newtons": "kg m/s^2",
+    "joules": "newtons m",
+    "watts": "joules/s",
+    "volts": "watts/amperes",
+    "ohms": "volts/amperes",
+    "Hz": "s^-1",
+    "Pa": "newtons/m^2",
+}
+"""Units that are products of others."""
+_LOOSE = {"degrees": {"celsius", "fahrenheit"}}
+"""Units that may stand for others."""
+_SYMBOLS = {
+    "N": "newtons",
+    "J": "joules",
+    "W": "watts",
+    "V": "volts",
+    "A": "amperes",
+    "K": "kelvin",
+}
 """Units that are variables where no text command tells them."""
 _SYMBOL = re.compile(rf"(?<=\d)\s*\\(?:text|mathrm)\s*\{{\s*([{''.join(_SYMBOLS)}])\s*\}}\Z")
 _UNIT_FRACTION = re.compile(
@@ -169,9 +207,28 @@ _UNIT_FRACTION = re.compile(
     r"\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}"
 )
 _UNIT_POWERS = re.compile(r"\\(?:text|mathrm)\s*\{(?:[^{}^]|\^\{-?\d\}|\^)*\}")
-_FACTOR_POWER = re.compile(r"(?<=[A-Za-z])(?:\^\{?-?[1-9]\}?|\{?[23²³]\}?)(?=[/ ]|\Z)")
-_DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?(?:\s*([CF])(?![A-Za-z]))?")
-_SCALES = {"C": "celsius", "F": "fahrenheit"}
+_FACTOR = re.compile(
+    rf"(?P<name>[{_LETTERS}][{_LETTERS}.'-]*+)(?:\^\{{?(?P<power>-?[1-9])\}}?|\{{?(?P<digit>[23²³])\}}?)?"
+)
+_RUN_TOGETHER = re.compile(r"(?<!\S)(k?m)(?=[sh]\^\{?-)")
+_SCALE = r" ?(C|F|celsius|centigrade|fahrenheit)(?![A-Za-z])"
+_DEGREES = re.compile(
+    rf" ?\^ ?\{{? ?\\circ ?\}}?(?:{_SCALE})?| ?(?<![A-Za-z])deg(?:rees?|\.)?{_SCALE}", re.IGNORECASE
+)
+_SCALES = {"c": "celsius", "f": "fahrenheit"}
+_ORDINAL = re.compile(
+    "|".join(
+        rf"(?<={digits})(?:(?: ?\^)? ?{end}(?![A-Za-z])| ?\^ ?\{{ ?{end} ?\}})"
+        for digits, end in (
+            ("1", "st"),
+            ("2", "nd"),
+            ("3", "rd"),
+            ("[04-9]", "th"),
+            ("1[123]", "th"),
+        )
+    )
+)
+"""The end of an ordinal number, such as 1st, in ``plain`` text."""
 _NOT_UNITS = frozenset(
     word
     for row in (
@@ -200,7 +257,9 @@ _CHANGES = re.compile(
 )
 """What changes a number before it in Chinese, Japanese or Korean, unless it is in ``_WHOLE``."""
 _WHOLE = re.compile("千[克米瓦卡]")
-_ARTICLES = frozenset({"a", "an", "per", "of", "each", "the", "in", "at"})
+_PER = frozenset({"per", "a", "an", "each", "every"})
+"""Words between units that divide."""
+_ARTICLES = _PER | {"of", "the", "in", "at"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +287,7 @@ def tidy(text: str) -> str:
     # Delimiters are nested in any order, e.g. **$5$.**. A written answer has few levels of them.
     for _ in range(_LEVELS):
         before = text
+        text = _LOOK.sub(_unadorned, text)
         text = text.lstrip(_SPACE + ";:").rstrip(_SPACE + ";:.,。\\")
         for wrapped in _WRAPPED:
             whole = wrapped.fullmatch(text)
@@ -240,9 +300,6 @@ def tidy(text: str) -> str:
         if text == before:
             break
     text = _without_delimiters(text)
-    text = re.sub(
-        r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text
-    )
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
     # Separators of thousands, e.g. 1{,}000 and 1\,000.
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
@@ -253,6 +310,23 @@ def tidy(text: str) -> str:
     text = _SYMBOL.sub(lambda found: rf"\text{{ {_SYMBOLS[found[1]]}}}", text)
     text = _APPROXIMATELY.sub("", text)
     return r"\emptyset" if _EMPTY.fullmatch(plain(text)) else text
+
+
+def _unadorned(found: re.Match[str]) -> str:
+    """Return what a command of ``_LOOK`` shows; without braces, unless it is raised or lowered."""
+    raised, group = found["raised"] or "", found["group"] or ""
+    if raised:
+        return raised + group
+    shown = group[1:-1]
+    # The command before it must not run into a letter.
+    following = shown or found.string[found.end() : found.end() + 1]
+    return f" {shown}" if following[:1].isalpha() else shown
+
+
+def _scale(found: re.Match[str]) -> str:
+    """Return the unit of degrees, of which a scale may be known."""
+    scale = found[1] or found[2]
+    return f" {_SCALES[scale[0].lower()] if scale else 'degrees'} "
 
 
 def _power(found: re.Match[str]) -> str:
@@ -351,14 +425,13 @@ def unit_of(words: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Expand the text commands of ``tidy`` text and remove outer braces and white space."""
+    """Expand the text commands of ``tidy`` text, and remove white space and ends of ordinals."""
     text = " ".join(_TEXT.sub(r" \1 ", text).split()).replace(" ^", "^")
-    text = _DEGREES.sub(lambda found: f" {_SCALES.get(found[1], 'degrees')} ", text).strip()
-    text = re.sub(
+    text = _DEGREES.sub(_scale, text).strip()
+    text = _ORDINAL.sub(" ", text).strip()
+    return re.sub(
         r"\\Omega\Z", "ohms", re.sub(r"(?:\\mu|[µμ]) ?(?=[A-Za-z]{1,2}\Z)", "micro", text)
     )
-    inner = re.fullmatch(r"\{([^{},]*)\}", text)
-    return inner.group(1).strip() if inner else text
 
 
 def quantity(text: str) -> Quantity | None:
@@ -431,30 +504,71 @@ def _unit(words: Sequence[str], spaced: bool) -> str | None:
     text = " ".join(words)
     if re.fullmatch(rf"[{UNSPACED} ]+", text):
         return None if _CHANGES.search(_WHOLE.sub("", text)) else ""
-    factors = _FACTOR_POWER.sub("", re.sub(r"\s*(?:\\cdot|/)\s*", "/", text))
-    if not re.fullmatch(rf"[{_LETTERS}][{_LETTERS}./'\- ]*", factors):
+    factors = _factors(text) if re.match(f"[{_LETTERS}]", text) else None
+    if factors is None:
         return None
-    bare = [re.sub(f"[^{_LETTERS}]", "", factor) for factor in re.split("[/ ]", factors)]
+    names = [name for name, _ in factors]
     # "3x" is a product; "3m" is a length.
-    if not spaced and bare[0] not in _UNITS:
+    if not spaced and names[0] not in _UNITS:
         return None
-    if not all(map(_may_be_unit, bare)) or all(map(_is_filler, bare)):
+    if not all(map(_may_be_unit, names)) or all(map(_is_filler, names)):
         return None
-    # "m^2" and "km/h" are units, but not the unit "m" or "km".
-    is_plain_word = len(words) == 1 and bare[0] == words[0].replace(".", "")
-    return _UNITS.get(bare[0], "") if is_plain_word else ""
+    powers = sorted(_powers(factors).items())
+    return " ".join(f"{unit}^{power}" if power != 1 else unit for unit, power in powers)
+
+
+def _factors(text: str) -> list[tuple[str, int]] | None:
+    """Return the words of a unit with their powers; ``None`` if it has anything else."""
+    # m s^-1 is also written ms^-1, which is no millisecond.
+    text = _RUN_TOGETHER.sub(r"\1 ", text.replace(r"\cdot", " ").replace("/", " per "))
+    factors = []
+    for word in text.split():
+        found = _FACTOR.fullmatch(word)
+        if found is None:
+            return None
+        power = int(found["power"] or unicodedata.normalize("NFKD", found["digit"] or "1"))
+        factors.append((re.sub(f"[^{_LETTERS}]", "", found["name"]), power))
+    return factors
+
+
+def _powers(factors: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Return the power of each unit of a product; empty if a word is no common unit."""
+    powers: dict[str, int] = {}
+    sign = raised = 1
+    for name, power in factors:
+        unit = _UNITS.get(name)
+        if name.lower() in _POWERS:
+            raised = _POWERS[name.lower()]
+        elif name.lower() in _PER:
+            sign = -1
+        elif unit is None:
+            return {}
+        else:
+            parts = _powers(_factors(_DERIVED[unit]) or ()) if unit in _DERIVED else {unit: 1}
+            for part, exponent in parts.items():
+                powers[part] = powers.get(part, 0) + sign * raised * power * exponent
+            sign = raised = 1
+    return {unit: power for unit, power in powers.items() if power}
 
 
 def _may_be_unit(word: str) -> bool:
     """Return whether ``word`` can be part of a unit; one or two other letters are variables."""
     if word.lower() in _NOT_UNITS:
         return False
-    return word in _UNITS or len(word) >= 3 or word.lower() in _ARTICLES
+    return word in _UNITS or len(word) >= 3 or word.lower() in {*_ARTICLES, *_POWERS}
 
 
 def _is_filler(word: str) -> bool:
     """Return whether ``word`` belongs to units such as ``a day``, and is none by itself."""
     return word.lower() in _ARTICLES and word not in _UNITS
+
+
+def units_differ(one: str, other: str) -> bool:
+    """Return whether two units as of ``unit_of`` cannot be the same."""
+    # A missing unit matches any unit, since labels often omit it.
+    if not one or not other or one == other:
+        return False
+    return one not in _LOOSE.get(other, ()) and other not in _LOOSE.get(one, ())
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
@@ -463,8 +577,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     50% may stand for 0.5 or for 50. A decimal may stand for a fraction rounded to six digits or
     more.
     """
-    # A missing unit matches any unit, since labels often omit it.
-    if gold.unit and answer.unit and gold.unit != answer.unit:
+    if units_differ(gold.unit, answer.unit):
         return False
     if gold.percent == answer.percent:
         return _same(gold, answer, Fraction(1))

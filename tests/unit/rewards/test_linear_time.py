@@ -13,6 +13,7 @@ from lightrft.rewards.rules.answers import answer_finder
 from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS
 from lightrft.rewards.rules.ifeval.rule import CHECKS
 from lightrft.rewards.rules.math import final_answer
+from lightrft.rewards.rules.number_parsing import plain, quantity, tidy
 from lightrft.rewards.rules.verdicts import VerdictForm, read_verdict
 from tests.unit.rewards.test_ifeval import TABLE, graded
 from tests.unit.rewards.test_rules import answer
@@ -55,9 +56,21 @@ UNITS = (
     *('{"a":', "\t", "%", "option ", "\u00a0", "\\,", "\\frac", "####", " because", ". ", "~"),
     *("<", "<<", ">", "***", "\n\n", "* ", "- ", "P.", "Section ", "!", "- a\n", "[a]", "A-"),
     *("答案", "答案是", "是", "，", "万", "选", "respuesta es ", "я"),
-    *("is correct. ", "A is correct ", "I choose ", "not A but ", "it is ", "it's A", "A is the "),
+    *(
+        "is correct. ",
+        "A is correct ",
+        "I choose ",
+        "so, ",
+        "answer - ",
+        "likely ",
+        "not A but ",
+        "it is ",
+        "it's A",
+        "A is the ",
+    ),
     *("0.3", "0.3\\overline{3}", "1,234", "...", ".33...", "≈", "about ", "no solution", "12_2"),
     *("P. ", "A/", "A-.", "- \n", "*\n"),
+    *("\\color{a}{", "\\color", "\\color[", "\\fcolorbox{", "\\bm ", "^ ", "12th", "she has "),
 )
 
 
@@ -107,6 +120,7 @@ def finder(name: str) -> Callable[[str], object]:
 NORMALIZED = {"ignore_case": True, "ignore_punctuation": True, "ignore_articles": True}
 RULES: dict[str, Callable[[str], object]] = {
     "math": lambda text: final_answer(text, last_number=True),
+    "form of math": lambda text: quantity(plain(tidy(text))),
     "multiple_choice": rule("multiple_choice"),
     "exact_match": rule("exact_match", **NORMALIZED),
     "format": rule("format"),
@@ -125,7 +139,7 @@ def test_a_long_text_of_repeated_characters_takes_linear_time(
     name: str, sentence_model: None
 ) -> None:
     # These take 10 ms and more for a text, and begin in the same way behind every head.
-    heads = HEADS[1:2] if name in {*LANGUAGE_CHECKS, "ifeval"} else HEADS
+    heads = HEADS[1:2] if name in {*LANGUAGE_CHECKS, "ifeval", "form of math"} else HEADS
     pairs = list(zip(texts(SIZE, heads), texts(SIZE // SHORTER, heads), strict=True))
     assert len(pairs) > 10 and all(len(long) >= SIZE // 2 for long, _ in pairs)
     slow = [
