@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightrft.config.reward import RewardConfig
 from lightrft.observability.trackers import Sample
 from lightrft.rewards.rules.answers import extracted
+from lightrft.rewards.success import Success
 from lightrft.types import Prompt, Rollout
 
 TEXT = 160
@@ -49,11 +50,36 @@ def examples(
             "rollout/frac_reward_zero_std": _of_equal_rewards(scored),
             "rollout/steps_reward_zero": next(iter(scored), None),
         }
-    return {
-        metric: "\n".join(f"  {line}" for line in evidence(one, reward, WIDTH - 2))
-        for metric, one in found.items()
-        if one is not None
-    }
+    return {metric: _example(one, reward) for metric, one in found.items() if one is not None}
+
+
+def equal_outcomes(rollouts: Sequence[Rollout], success: Success) -> Iterator[str]:
+    """Yield a warning for each data source whose responses all have one outcome.
+
+    Args:
+        rollouts: All rollouts of an evaluation.
+        success: The rule for right responses.
+    """
+    by_source: dict[str, list[Rollout]] = {}
+    for one in rollouts:
+        if one.reward is not None and not one.failed:
+            by_source.setdefault(one.prompt.data_source, []).append(one)
+    for source, scored in by_source.items():
+        values = {success.outcome_of(one) for one in scored}
+        name = success.term(source)
+        if len(scored) == 1 or len(values) > 1 or name is None:
+            continue
+        functions = {term.label: term.function for term in success.reward.terms_of(source)}
+        where = f" to prompts of {source!r}" if len(by_source) > 1 else ""
+        yield (
+            f"reward {functions.get(name, name)!r} is {_number(values.pop())} for all {len(scored)} "
+            f"responses{where}. Does it read the responses and the labels? For example:\n"
+            f"{_example(scored[0], success.reward)}"
+        )
+
+
+def _example(one: Rollout, reward: RewardConfig) -> str:
+    return "\n".join(f"  {line}" for line in evidence(one, reward, WIDTH - 2))
 
 
 def _of_equal_rewards(scored: Sequence[Rollout]) -> Rollout | None:

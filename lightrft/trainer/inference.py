@@ -26,7 +26,7 @@ from lightrft.rollout.eval_results.conditions import eval_conditions
 from lightrft.rollout.eval_results.summary import EvalSummary, summarize
 from lightrft.rollout.evaluation import Evaluation, evaluate
 from lightrft.rollout.logprob_check import CheckedEngine
-from lightrft.rollout.shown_samples import examples
+from lightrft.rollout.shown_samples import equal_outcomes, examples
 from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.checks.preflight import check_whole_rewards
 from lightrft.trainer.saved_policy import media_of, resolved
@@ -162,7 +162,8 @@ def _record(
     health = Health()
     health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
     health.examples = examples(found.rollouts, config.reward, evaluated=True)
-    for message in health.warnings(result.metrics):
+    success = Success(config.reward, config.eval.threshold)
+    for message in [*equal_outcomes(found.rollouts, success), *health.warnings(result.metrics)]:
         log.warning("%s", message)
     # After the responses are on disk, so that they show why none was scored.
     check_scored(found.rollouts, "of the evaluation")

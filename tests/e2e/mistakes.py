@@ -448,6 +448,8 @@ RUNS = (
     Mistake("104", "rl+ run.resume=runs/gone", "run.resume = 'runs/gone': there is no such checkpoint"),
     Mistake("108", "rl+ run.dir=/proc/runs", "run.dir/run.name: cannot make /proc/runs/run | another"),
     Mistake("110", "chat runs/nope", "'runs/nope' is neither | there is no folder runs/nope"),
+    Mistake("c4", "eval model=model reward.terms=[always.py:reward] eval.data=a.jsonl eval.limit=4 "
+            "eval.sampling.max_new_tokens=4", "'always.py:reward' is 1 for all 4 responses | '2'", 0),
     Mistake("110b", "eval runs/nope", "'runs/nope' is neither | there is no folder runs/nope"),
     Mistake("119", f"rl+ optimizer.lr=1e-2 {VARIED}", "optimizer.lr = 0.01 is above 0.001 | lower it", 0),
     Mistake("y2", "rl+ run.name=demo run.resume=never", "holds a run already | run.overwrite=true"),

@@ -40,10 +40,12 @@ def answers(folder: Path) -> list[dict]:
 def test_the_metrics_are_what_the_answers_say(evaluate, data_folder, tmp_path):
     outcome = evaluate("eval.threshold=0.2", terms=f"[{data_folder / 'rewards.py'}:ones]")
     assert outcome.status == 0, outcome.err
-    line, *table = outcome.err.splitlines()  # the model never ends by itself
-    assert line.startswith("WARNING: 100% of eval responses were cut")
-    example, table = table[:3], table[3:]
-    assert [row.split()[0] for row in example] == ["prompt", "response", "result"]
+    lines = outcome.err.splitlines()  # the model never ends by itself
+    equal, cut, table = lines[:4], lines[4:8], lines[8:]
+    assert "rewards.py:ones' is 0 for all 10 responses" in equal[0]
+    assert cut[0].startswith("WARNING: 100% of eval responses were cut")
+    for example in (equal, cut):
+        assert [row.split()[0] for row in example[1:]] == ["prompt", "response", "result"]
     metrics, rows = json.loads(outcome.out), answers(tmp_path / "runs" / "eval")
     assert len(rows) == 10
     assert metrics["eval/accuracy"] == sum(r["reward"] >= 0.2 for r in rows) / 10

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.observability.run_health import Health
-from lightrft.rollout.shown_samples import by_prompt, evidence, examples, sample_rows, table
+from lightrft.rewards.success import Success
+from lightrft.rollout.shown_samples import (
+    by_prompt,
+    equal_outcomes,
+    evidence,
+    examples,
+    sample_rows,
+    table,
+)
 from lightrft.types import Prompt, Rollout
 
 
@@ -101,3 +110,25 @@ def test_warnings_of_an_evaluation_bring_a_response_of_it():
 def test_a_step_without_scored_responses_has_no_example():
     assert examples([rollout(SUM, "3", None)], RewardConfig()) == {}
     assert [len(group) for group in by_prompt([rollout(SUM, "3", 1.0)] * 3)] == [3]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (1.0, "1"), (0.25, "0.25")])
+def test_a_reward_with_one_value_for_all_responses_is_named_with_a_response(value, shown):
+    reward = RewardConfig(terms=(RewardTerm(function="math"), RewardTerm(function="format")))
+    found = [rollout(SUM, "so 3", value), rollout(SUM, "so many words", value)]
+    (warning,) = equal_outcomes([*found, rollout(SUM, "", None)], Success(reward))
+    assert warning.startswith(f"reward 'math' is {shown} for all 2 responses. ")
+    assert "  response  'so 3'" in warning and "label '3', math reads nothing" in warning
+    other = rollout(SUM, "3", value + 1)
+    assert not list(equal_outcomes([*found, other], Success(reward)))
+    assert not list(equal_outcomes(found[:1], Success(reward)))
+    assert not list(equal_outcomes(found, Success(RewardConfig(terms=reward.terms[1:]))))
+
+
+def test_each_data_source_with_one_outcome_is_named():
+    reward = RewardConfig(terms=(RewardTerm(function="math"),))
+    sources = {name: Prompt(name, [1], data_source=name) for name in ("aime", "gsm8k")}
+    scores = {"aime": (0.0, 0.0), "gsm8k": (0.0, 1.0)}
+    found = [rollout(sources[name], "4", value) for name in sources for value in scores[name]]
+    (warning,) = equal_outcomes(found, Success(reward))
+    assert warning.startswith("reward 'math' is 0 for all 2 responses to prompts of 'aime'. ")
