@@ -33,32 +33,33 @@ REWARDED = [
 ]
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    """A file of rows with the columns of every verb, under the names of the configs."""
-    file = tmp_path / "rows.jsonl"
-    row: dict[str, Any] = {"label": "2", "response": "2", "chosen": "2", "rejected": "3"}
+def rows_for(verb: str, file: Path) -> Path:
+    """Write rows with the columns of ``verb``, under the names of the configs."""
     names = ("prompt", "question", "context_messages")
-    rows = ({**dict.fromkeys(names, f"{k}+1="), **row} for k in range(200))
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with file.open("w", encoding="utf-8") as lines:
+        for k in range(200):
+            own: dict[str, Any] = {"chosen": "2", "rejected": "3", "response": "2", "label": "2"}
+            if verb == "kto":
+                own = {"response": "2", "label": k % 2 == 0}
+            lines.write(f"{json.dumps({**dict.fromkeys(names, f'{k}+1='), **own})}\n")
     return file
 
 
 def test_each_framework_of_the_page_has_a_pair() -> None:
     assert {path.parent.name for path in THEIRS} == {
-        *("trl", "verl", "openrlhf", "llamafactory", "ms-swift")
+        *("trl", "verl", "openrlhf", "llamafactory", "ms-swift", "lightrft")
     }
     page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     for theirs in THEIRS:
         ours = theirs.with_name(f"{theirs.stem}{OURS}")
         for file in (theirs, ours):
-            assert f"\n{file.read_text(encoding='utf-8').strip()}\n```\n" in page
-        assert f"import-config {theirs.name} --from {theirs.parent.name} " in page
+            shown = f"\n{file.read_text(encoding='utf-8').strip()}\n```\n" in page
+            assert shown or f"](../{file.relative_to(ROOT)})" in page
 
 
 @pytest.mark.parametrize("theirs", THEIRS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_config_of_another_framework_is_imported_and_trains_a_step(
-    theirs: Path, rows: Path, model_folder: Path, capsys, tmp_path: Path, monkeypatch
+    theirs: Path, model_folder: Path, capsys, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     imported = command(
@@ -70,12 +71,20 @@ def test_a_config_of_another_framework_is_imported_and_trains_a_step(
     (tmp_path / "varied.py").write_text(str(FILES["varied.py"]))
     verb = text.partition("lightrft ")[2].split()[0]
     tree = yaml.safe_load(text)
+    rows = rows_for(verb, tmp_path / "rows.jsonl")
     words = [f"model.path={model_folder}", f"data.sources={rows}", *SMALL]
     if verb == "rl":
         words += REWARDED
         words += [f"eval.data.sources={rows}", "eval.limit=2"] if "eval" in tree else []
     else:
         words.append("batch_size=2")
+        words += [f"validation.sources={rows}"] if "eval" in tree else []
+    if verb == "distill":
+        words.append(f"teacher.path={model_folder}")
+    if "strategy" in tree:
+        words += ["strategy.kind=auto", "strategy.zero_stage=2"]
+    if "launch" in tree:
+        words.append("launch.processes=1")
     outcome = command(capsys, verb, "config.yaml", *words)
     assert outcome.status == 0, outcome
     run = {"dir": "runs", **tree["run"]}

@@ -619,8 +619,7 @@ SAMPLING = (
         by_hand,
     ),
     NameRow(
-        f"micro_rollout_batch_size rollout.micro_batch_size max_num_seqs {ROLLOUT}.max_num_seqs "
-        "vllm_max_num_seqs rollout.max_num_seqs max_batch_size local_rollout_forward_batch_size",
+        f"max_num_seqs {ROLLOUT}.max_num_seqs vllm_max_num_seqs rollout.max_num_seqs max_batch_size",
         "engine.max_num_seqs",
         "responses that grow at once; it does not change the result",
     ),

@@ -156,6 +156,7 @@ STEPS = (
     ),
     NameRow(
         "micro_train_batch_size micro_batch_size train.micro_batch_size ppo_micro_batch_size "
+        "micro_rollout_batch_size rollout.micro_batch_size local_rollout_forward_batch_size "
         f"ppo_micro_batch_size_per_gpu {ACTOR}.ppo_micro_batch_size "
         f"{ACTOR}.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size "
         "critic.ppo_micro_batch_size_per_gpu critic.forward_micro_batch_size "

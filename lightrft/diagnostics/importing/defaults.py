@@ -60,6 +60,15 @@ _OPENRLHF = {
     "lr_warmup_ratio": 0.03,
     "lora_alpha": 16,
 }
+_OPENRLHF_RL = {
+    **_OPENRLHF,
+    "actor_learning_rate": 1e-6,
+    "advantage_estimator": "gae",
+    "n_samples_per_prompt": 1,
+    "generate_max_len": 1024,
+    "init_kl_coef": 0.01,
+    "kl_estimator": "k1",
+}
 _ACTOR = "actor_rollout_ref.actor"
 
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -75,20 +84,23 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
         "beta": 0.0,
         "loss_type": "dapo",
     },
-    ("openrlhf", "rl"): {
-        **_OPENRLHF,
-        "actor_learning_rate": 1e-6,
-        "advantage_estimator": "gae",
-        "rollout_batch_size": 1024,
-        "n_samples_per_prompt": 1,
-        "generate_max_len": 1024,
-        "init_kl_coef": 0.01,
-        "kl_estimator": "k1",
-        "lambd": 1.0,
+    ("openrlhf", "rl"): {**_OPENRLHF_RL, "rollout_batch_size": 1024, "lambd": 1.0},
+    ("lightrft", "rl"): {
+        **_OPENRLHF_RL,
+        "rollout_batch_size": 512,
+        "lambd": 0.95,
+        "loss_agg_mode": "seq-mean-token-mean",
     },
     ("openrlhf", "sft"): {**_OPENRLHF, "learning_rate": 5e-6, "max_len": 2048, "max_epochs": 2},
     ("openrlhf", "dpo"): {**_OPENRLHF, "learning_rate": 1e-5, "max_len": 512, "beta": 0.1},
     ("openrlhf", "rm"): {**_OPENRLHF, "learning_rate": 9e-6, "max_len": 512},
+    ("openrlhf", "kto"): {**_OPENRLHF, "learning_rate": 1e-5, "max_len": 2048, "beta": 0.01},
+    ("openrlhf", "distill"): {
+        **_OPENRLHF,
+        "learning_rate": 5e-6,
+        "max_len": 2048,
+        "kd_coef": 0.4,
+    },
     ("verl", "rl"): {
         "data.train_batch_size": 1024,
         "data.max_prompt_length": 512,
