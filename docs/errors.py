@@ -15,7 +15,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.e2e.mistakes import FILES, OWN_CODE, SUBJECTS, VARIED, Mistake
+from tests.e2e.mistakes import FILES, OWN_CODE, PROMPT, SUBJECTS, VARIED, Mistake
+from tests.e2e.python_mistakes import START
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWERS = ROOT / "docs" / "errors.json"
@@ -54,6 +55,9 @@ ABOUT = {
     "`strategy` ([Several processes](processes.md), [Engines](engines.md)).",
     "Runs": "A run is in `run.dir/run.name`. A run of the same name resumes from its newest "
     "checkpoint, if its settings are the same.",
+    "Python": "Errors are a `lightrft.UserError`, and name settings as keywords "
+    "([Python](python.md)). `grpo.yaml`, `sft.yaml` and `dpo.yaml` would run as they are. The lines "
+    f"follow these:\n\n```python\n{START}```",
 }
 
 
@@ -124,24 +128,41 @@ def errors_page() -> str:
         "|---|",
     ]
     used = [m for part in SUBJECTS.values() for m in part if not answers[m.id]]
-    lines += [f"| `{command(m)}` |" for m in used]
+    programs = [command(m) for m in used if m.typed.startswith(PROMPT)]
+    lines += [f"| `{command(m)}` |" for m in used if not m.typed.startswith(PROMPT)]
+    lines += ["", "```python", *"\n\n".join(programs).splitlines(), "```"]
     return "\n".join([*lines, ""])
 
 
 def entry(mistake: Mistake, said: str) -> Iterator[str]:
     """Yield the lines about a mistake: its words, the file that it names, the command, the answer."""
+    if mistake.typed.startswith(PROMPT):
+        yield from (
+            f"### `{mistake.id}`",
+            "",
+            "```python",
+            *command(mistake).splitlines(),
+            "```",
+            "",
+        )
+        yield from ("```text", *wrapped(said), "```", "")
+        return
     verb, words = parts_of(mistake)
     yield from (f"### `{words if verb.endswith('+') else command(mistake)}`", "", "```text")
     for name in dict.fromkeys(re.findall(r"[\w.]+\.(?:jsonl|csv|py|yaml)\b", mistake.typed)):
         if name in FILES and name in said:
             yield from shown(name, said)
     yield f"$ {command(mistake)}"
+    yield from (*wrapped(said), "```", "")
+
+
+def wrapped(said: str) -> Iterator[str]:
+    """Yield the lines of an answer, none longer than ``WIDTH``."""
     for line in said.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         yield from textwrap.wrap(
             line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-    yield from ("```", "")
 
 
 def parts_of(mistake: Mistake) -> tuple[str, str]:
@@ -153,6 +174,8 @@ def parts_of(mistake: Mistake) -> tuple[str, str]:
 
 def command(mistake: Mistake) -> str:
     """Return the command of a mistake, with a config for words that are right."""
+    if mistake.typed.startswith(PROMPT):
+        return mistake.typed.removeprefix(PROMPT)
     verb, words = parts_of(mistake)
     return f"lightrft {verb.replace('+', ' config.yaml')} {words}"
 

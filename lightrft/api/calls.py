@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrft.api.inputs import FOLDER, Written, is_rows, plain, rows_of_columns
+from lightrft.api.inputs import FOLDER, Written, is_rows, natural, plain, rows_of_columns
 from lightrft.api.progress import watching
 from lightrft.api.run import Run, json_lines
 from lightrft.api.shown_data import ShownData, shown_data
-from lightrft.api.signatures import SHORT, sign
+from lightrft.api.signatures import sign
 from lightrft.api.start import (
     check_trained,
     function_of,
@@ -30,6 +30,7 @@ from lightrft.api.verbs import fitting, plain_settings
 from lightrft.config.base import (
     Loaded,
     Settings,
+    branch_of,
     has_setting,
     is_branch,
     load_settings,
@@ -37,7 +38,7 @@ from lightrft.config.base import (
 )
 from lightrft.config.config_tools import ShowConfig
 from lightrft.config.run import RunConfig
-from lightrft.config.texts.python_form import PythonFormatter, python_messages
+from lightrft.config.texts.python_form import SHORT, PythonFormatter, python_messages
 from lightrft.config.verbs import (
     GenerateConfig,
     IterateConfig,
@@ -45,6 +46,7 @@ from lightrft.config.verbs import (
     RLConfig,
     TrainingConfig,
 )
+from lightrft.distributed.torchrun import FROM_PYTHON
 from lightrft.observability.events import EVENTS, OF_ROLLOUTS, Callbacks, RolloutsEvent
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.trainer.checks.check_rollout import check_algorithm
@@ -138,12 +140,16 @@ _ROWS = ("data", "validation", "eval")
 
 def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
     """Return ``given`` as a tree whose keys are settings of ``cls``."""
-    if isinstance(given, Settings):
-        given = given.model_dump(exclude_unset=True)
+    given = natural(given)
     if not is_branch(given):
         raise ConfigError(
-            f"{given!r} is neither a YAML file nor settings; name settings: model=..., data=..."
+            f"an argument of type {type(given).__name__} is neither a YAML file nor settings; name "
+            "the setting, as in model=... or data=..."
         )
+    given = {name: natural(value) for name, value in given.items()}
+    # The config of another framework, under its own keyword.
+    others = [given.pop(name) for name in ("args", "config") if is_branch(given.get(name))]
+    given = functools.reduce(lambda all, one: {**one, **all}, others, given)
     found: dict[str, Any] = {}
     in_memory = False
     for key, value in given.items():
@@ -152,11 +158,20 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
             value = rows
         is_section = isinstance(value, Settings) or (is_branch(value) and not is_rows(value))
         long = next((name for name in SHORT.get(key, ()) if has_setting(cls, name)), key)
+        if (
+            key in ("reward", "rewards")
+            and is_section
+            and not any(has_setting(cls, f"reward.{one}") for one in value)
+        ):  # functions by name
+            value, is_section = [{"name": one, "function": f} for one, f in value.items()], False
         name = key if is_section else long
-        if name.partition(".")[0] not in cls.model_fields and not isinstance(
-            value, str | int | float
-        ):
-            value = type(value).__name__  # it will be refused, with the name that is known here
+        first = name.partition(".")[0]
+        plain_section = branch_of(cls, name) is not cls and not branch_of(cls, name).shorthand
+        is_plain = isinstance(value, str | int | float | list | tuple | None)
+        if first not in cls.model_fields and (not is_plain or is_rows(value)):
+            value = "..."  # it will be refused, with the name that is known here
+        elif plain_section and not is_section and not is_plain:
+            value = str(getattr(value, "__name__", type(value).__name__))  # the same
         found[name] = value
         below = value.get("sources", value.get("data")) if is_branch(value) else value
         in_memory = in_memory or (section in _ROWS and is_rows(below))
@@ -164,6 +179,26 @@ def _tree(cls: type[Settings], given: Any) -> dict[str, Any]:
     if in_memory and has_setting(cls, "data.media.root"):
         found = {"data.media.root": str(Path.cwd()), **found}
     return found
+
+
+TRAINER_KEYWORDS = {
+    "callbacks": "give functions of one event, as on_step=... or on_eval=...",
+    "compute_metrics": "give a function that scores responses to the eval set, as rewards=[...]",
+    "data_collator": "a run packs its rows itself: leave it out",
+    "formatting_func": "call it before, and give the rows that it returns as data=...",
+    "model_init": "give the model itself, as model=(model, tokenizer)",
+    "on_epoch_end": "give a function of one event as on_step=...",
+    "on_evaluate": "give a function of one event as on_eval=...",
+    "on_init_end": "give a function of one event as on_start=...",
+    "on_log": "give a function of one event as on_step=...",
+    "on_save": "give a function of one event as on_checkpoint=...",
+    "on_step_begin": "give a function of one event as on_step=...",
+    "on_step_end": "give a function of one event as on_step=...",
+    "on_train_begin": "give a function of one event as on_start=...",
+    "on_train_end": "give a function of one event as on_end=...",
+    "optimizers": "the optimizer is AdamW; set optimizer.lr=...",
+}
+"""Keywords of other trainers whose values are objects of a program, with what to write here."""
 
 
 def take_callbacks(verb: str, settings: Mapping[str, Any]) -> tuple[Callbacks, dict[str, Any]]:
@@ -176,6 +211,9 @@ def take_callbacks(verb: str, settings: Mapping[str, Any]) -> tuple[Callbacks, d
     Raises:
         ConfigError: A callback is no function, or the verb has no such event.
     """
+    for name in settings:
+        if name in TRAINER_KEYWORDS:
+            raise ConfigError(f"{name} is a keyword of other trainers; {TRAINER_KEYWORDS[name]}")
     found = {
         name: value for name, value in settings.items() if name in EVENTS and value is not None
     }
@@ -241,12 +279,16 @@ def _in_processes(verb: str, config: TrainingConfig) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}.yaml"
     write_atomic(file, text, private=True)
-    status = started(verb, [*method, str(file.absolute())], config)
+    os.environ[FROM_PYTHON] = "1"  # their messages are in the form of Python
+    try:
+        status = started(verb, [*method, str(file.absolute())], config)
+    finally:
+        del os.environ[FROM_PYTHON]
     if status is None:
         return False
     # A run that was stopped by a signal has 128 and its number, and can be resumed.
     if 0 < status < 128:
-        raise ConfigError(f"lightrft {verb} ended with status {status}; its messages are above")
+        raise ConfigError(f"lightrft.{verb} ended with status {status}; its messages are above")
     return True
 
 

@@ -10,22 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrft.config.base import Settings, descriptions, has_setting
+from lightrft.config.texts.python_form import SHORT
 from lightrft.observability.events import EVENTS, OF_ROLLOUTS, RolloutsEvent
 
-SHORT = {
-    "data": ("data.sources", "eval.data.sources"),
-    "validation": ("validation.sources",),
-    "eval": ("eval.data.sources",),
-    "rewards": ("reward.terms",),
-    "reward": ("reward.terms",),
-    "steps": ("train.steps",),
-    "epochs": ("train.epochs",),
-    "lr": ("optimizer.lr",),
-    "name": ("run.name",),
-    "dir": ("run.dir",),
-}
-"""Keyword to the setting that its value is for, unless it is a table of settings. Of several, the
-first one that the verb has."""
 _TYPES = {"rewards": "Any", "data": "Data", "steps": "int", "epochs": "int", "lr": "float"}
 """Types of short keywords. The others are text."""
 WIDTH = 100

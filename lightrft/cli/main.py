@@ -7,12 +7,13 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from logging import ERROR, WARNING
 
 from lightrft.distributed.error_report import report_error
 from lightrft.distributed.process_group import first_rank
+from lightrft.distributed.torchrun import FROM_PYTHON
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem, path_problem
 from lightrft.utils.cpu_threads import set_thread_policy
@@ -50,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
         # A launcher ends its ranks at once. No exception reaches one that waits inside torch.
-        with nullcontext() if "WORLD_SIZE" in os.environ else raise_at_termination():
+        with (
+            nullcontext() if "WORLD_SIZE" in os.environ else raise_at_termination(),
+            messages_for_starter(shown),
+        ):
             return run_verb(verb, rest)
     except UserError as error:
         if not report_error(error):
@@ -84,6 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     finally:
         stop_logging(shown)
+
+
+@contextmanager
+def messages_for_starter(shown: logging.Handler) -> Generator[None]:
+    """Write messages in the form of Python in a process that a function of Python has started.
+
+    Args:
+        shown: The handler of warnings.
+    """
+    if FROM_PYTHON not in os.environ:
+        yield
+        return
+    from lightrft.config.texts.python_form import PythonFormatter, python_messages
+
+    shown.setFormatter(PythonFormatter(shown.formatter))
+    with python_messages():
+        yield
 
 
 def verb_hint(word: str) -> str:

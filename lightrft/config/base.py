@@ -535,7 +535,12 @@ def _reason(cls: type[Settings], error: ErrorDetails, place: Sequence[int | str]
     if callable(value):
         return "an object of settings holds names; give the function to the call, or in a table"
     if kind in _NO_BRANCH:
-        return _section(cls, [part for part in place if isinstance(part, str)])
+        return _section(cls, place)
+    if (
+        kind == "string_type"
+        and place[-1] in functools.reduce(branch_of, map(str, place[:-1]), cls).functions
+    ):
+        return "it is no function; give the name of one, or the function itself and not its result"
     message = _IN_WORDS.get(kind, error["msg"].removeprefix("Value error, "))
     if kind == "string_type" and isinstance(value, bool):  # text that may be null turns it on
         message += f", not {str(value).lower()}" + _described(cls, place)
@@ -575,12 +580,14 @@ _IN_WORDS = {
 """Errors of pydantic that name types of Python, in words of YAML."""
 
 
-def _section(cls: type[Settings], path: Sequence[str]) -> str:
-    """Return the settings of the section ``path``, which got a value in its place."""
-    name = ".".join(path)
-    known = functools.reduce(branch_of, path, cls).model_fields
-    shown = [f"{name}.{key}" for key in known]
-    return f"it is a section; set the settings below it: {', '.join(shown)}"
+def _section(cls: type[Settings], place: Sequence[int | str]) -> str:
+    """Return the settings of the section at ``place``, which got a value in its place."""
+    path = [part for part in place if isinstance(part, str)]
+    known = list(functools.reduce(branch_of, path, cls).model_fields)
+    shown = [".".join([*path, key]) for key in known]
+    is_entry = len(path) < len(place)  # of a list
+    example = f"{{{known[0]}: ...}}" if is_entry else f"{shown[0]}=..."
+    return f"it is a section; set the settings below it, as in {example}: {', '.join(shown)}"
 
 
 def unknown_setting(cls: type[Settings], name: str, given: object, where: str = "") -> str:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 BACKEND = "one-machine"
 
 
+FROM_PYTHON = "LIGHTRFT_FROM_PYTHON"
+"""Environment variable of processes that a function of Python starts."""
+
+
 def run_processes(name: str, program: Sequence[str], processes: int, minutes: float) -> int:
     """Run ``processes`` copies of ``python program...`` on this machine and wait for them.
 

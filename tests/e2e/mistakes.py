@@ -10,14 +10,17 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from tests.e2e.python_mistakes import PYTHON as PYTHON_ROWS
+
 
 class Mistake(NamedTuple):
-    """A command of a newcomer.
+    """A command of a newcomer, or lines of Python.
 
     Args:
         id: Name of the mistake.
         typed: The command. ``rl+`` begins with the words of ``STARTS``, which later words replace.
-            ``key=`` removes a word of them. Quotes are those of a shell.
+            ``key=`` removes a word of them. Quotes are those of a shell. Lines of Python begin with
+            ``PROMPT``.
         said: Words of the answer, separated by `` | ``.
         status: Exit status; 0 for a value that is used, or for one that is reported.
         score: 3 if the answer says what, where and the fix; 0 for silence.
@@ -28,6 +31,10 @@ class Mistake(NamedTuple):
     said: str
     status: int = 2
     score: int = 3
+
+
+PROMPT = ">>> "
+"""Start of lines of Python."""
 
 
 def jsonl(*rows: dict[str, Any] | str) -> str:
@@ -499,6 +506,15 @@ MEMORY = (
     Mistake("96", "doctor model=big data.sources=sums.jsonl", "does not fit | set model.lora or"),
     Mistake("f51", "rl+ model= model.path=model model.gradient_checkpointing=unsloth", "checkpointing=true?"),
 )  # fmt: skip
+PYTHON = tuple(
+    Mistake(f"python-{name}", f"{PROMPT}{typed}", *rest) for name, typed, *rest in PYTHON_ROWS
+)
+FILES |= {
+    f"{name}.yaml": "".join(f"{word.replace('=', ': ', 1)}\n" for word in STARTS[verb].split())
+    for name, verb in {"grpo": "rl", "sft": "sft", "dpo": "dpo"}.items()
+}
+FILES["grpo.yaml"] = FILES["grpo.yaml"].replace("[math]", "[varied.py:reward]")
+"""The words of ``STARTS`` as files, which ``PYTHON`` starts from."""
 SUBJECTS = {
     "Settings": SETTINGS,
     "Data": DATA,
@@ -507,6 +523,7 @@ SUBJECTS = {
     "Memory": MEMORY,
     "Launch": LAUNCH,
     "Runs": RUNS,
+    "Python": PYTHON,
 }
 """The mistakes by what they are about."""
 MISTAKES = tuple(mistake for part in SUBJECTS.values() for mistake in part)

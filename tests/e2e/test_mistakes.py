@@ -17,8 +17,10 @@ from docs.errors import ABOUT, alike, answer, errors_page, record, recorded
 from lightrft.cli.main import main
 from lightrft.models.tiny import save_tiny_media, tiny_tokenizer
 from lightrft.models.tiny.text import PRINTABLE, tiny_model
+from lightrft.utils.errors import UserError
 from tests.e2e.command import command
-from tests.e2e.mistakes import FILES, MISTAKES, STARTS, SUBJECTS, Mistake
+from tests.e2e.mistakes import FILES, MISTAKES, PROMPT, STARTS, SUBJECTS, Mistake
+from tests.e2e.python_mistakes import START
 
 OWN_CODE = """from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -99,14 +101,28 @@ def words(typed: str) -> list[str]:
     return [verb, *(f"{key}={value}" for key, value in given.items() if value)]
 
 
+def program(capsys, lines: str) -> tuple[int, str]:
+    """Run lines of Python after ``START``. Return 2 after an error of ours, and what was said."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    status, last = 0, ""
+    try:
+        exec(compile(f"{START}{lines}", "<notebook>", "exec"), names)
+    except UserError as error:
+        status, last = 2, f"{type(error).__module__}.{type(error).__qualname__}: {error}"
+    return status, f"{capsys.readouterr().err}{names.get('run', '')}{last}"
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.id for mistake in MISTAKES])
 def test_a_natural_mistake_is_answered_with_the_fix(
     capsys, at, folder: Path, mistake: Mistake
 ) -> None:
     """``docs/errors.py`` says how to write the answers of the page again."""
-    outcome = command(capsys, *words(mistake.typed))
-    said = f"{outcome.out}{outcome.err}"
-    assert outcome.status == mistake.status, said
+    if mistake.typed.startswith(PROMPT):
+        status, said = program(capsys, mistake.typed.removeprefix(PROMPT))
+    else:
+        outcome = command(capsys, *words(mistake.typed))
+        status, said = outcome.status, f"{outcome.out}{outcome.err}"
+    assert status == mistake.status, said
     assert "Traceback" not in said
     assert [part for part in mistake.said.split(" | ") if part not in said] == [], said
     shown = answer(mistake, said, folder)

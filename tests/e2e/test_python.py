@@ -325,10 +325,11 @@ def test_two_processes_train_with_functions_and_rows_of_the_program(rl):
 
 
 @pytest.mark.slow
-def test_a_failure_of_other_processes_is_an_error_also_where_an_earlier_run_has_ended(rl):
+def test_a_failure_of_other_processes_is_an_error_also_where_an_earlier_run_has_ended(rl, capfd):
     rl(name="two")
-    with pytest.raises(ConfigError, match="lightrft rl ended with status"):
+    with pytest.raises(ConfigError, match=r"lightrft\.rl ended with status"):
         rl(name="two", steps=3, data=SUMS[1:], launch={"processes": 2}, strategy={"device": "cpu"})
+    assert 'run={"overwrite": True} to start over' in capfd.readouterr().err
 
 
 def test_importing_the_package_imports_no_torch_and_no_settings():

@@ -13,20 +13,57 @@ import yaml
 
 from lightrft.utils.errors import UserError
 from lightrft.utils.yaml_text import parse_yaml
+from lightrft.verbs import VERBS
 
+SHORT = {
+    "data": ("data.sources", "eval.data.sources"),
+    "validation": ("validation.sources",),
+    "eval": ("eval.data.sources",),
+    "rewards": ("reward.terms",),
+    "reward": ("reward.terms",),
+    "steps": ("train.steps",),
+    "epochs": ("train.epochs",),
+    "lr": ("optimizer.lr",),
+    "name": ("run.name",),
+    "dir": ("run.dir",),
+}
+"""Keyword to the setting that its value is for, unless it is a table of settings. Of several, the
+first one that the verb has."""
+_VALUES = {
+    **{SHORT[name][0]: name for name in ("data", "validation", "eval", "rewards")},
+    "model.path": "model",
+}
+"""Settings whose value a program has in memory, with the keyword that takes it."""
+_VERB = "|".join(name for name, verb in VERBS.items() if verb.function)
+_FUNCTION = re.compile(
+    rf"\blightrft (?P<verbs>(?:{_VERB})(?: and (?:{_VERB}))?)(?![\w/-]| [^\s(,;]*[/.=]| [A-Z])"
+)
+"""A verb without arguments, which is a function too."""
+_FILE = re.compile(
+    r"""[^\s'"(]*\binputs/(?P<name>\w+?)-[0-9a-f]{12}(?:-here)?
+    (?: \.py:(?P=name) | \.(?:jsonl|parquet),\ (?:line|row)\ (?P<line>\d+) )""",
+    re.VERBOSE,
+)
+"""A function of the program, or a row of it, by the file that it became."""
 _GIVEN = re.compile(
     r"""
     (?P<command>\blightrft\ [a-z-]+\ [^;`\n]*)   # of a shell, which stays as it is
+    | ^(?P<subject>data\.sources|reward\.terms)(?P<index>(?:\.\d+)*)(?=:|\ =)
+    | \bis\ (?P<setting>[a-z_]\w*(?:\.[a-z_]\w*)+)\ here\b
+    | (?<=\bin\ )(?P<column>data\.columns\.\w+)
+    | \bset\ (?P<yaml>[a-z_]\w*(?:\.[a-z_]\w*)+):\ (?P<word>\w+)
+    | (?P<table>(?<![\w"'{=])\{[a-z_]\w*:\ (?:[^{}\n]|\{[^{}\n]*\})*\})
     | (?<![\w.'"<-])(?P<name>[a-z_]\w*(?:\.\w+)*)=(?P<value>
-        '[^']*' | "[^"]*"
+        '[^']*' | "[^"]*" | \.\.\. | \.(?=[,;)])
         | \[(?:[^\[\]]|\[[^\[\]]*\])*\] | \{(?:[^{}]|\{[^{}]*\})*\}
         | (?:[\w/~]|\.{1,2}/)[^\s,;()'"\[\]{}<>]*?(?=[.:]?(?:[\s,;)`]|$))
     )
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.MULTILINE,
 )
 """A setting with its value, as on the command line."""
 _WORDS = (
+    (re.compile(r" \(from Python\)"), ""),
     (re.compile(r"\bput quotes inside the quotes\b"), "put it in quotes"),
     (re.compile(r"\b([Tt]he same) command\b"), r"\1 call"),
     (re.compile(r"(?<== )true\b|(?<=\bto )true\b"), "True"),
@@ -43,9 +80,11 @@ def in_python(text: str) -> str:
 
     ``optimizer.lr=1e-6`` becomes ``optimizer={"lr": 1e-6}``. Text in this form does not change.
     """
-    text = _GIVEN.sub(
-        lambda found: found["command"] or _keyword(*found.group("name", "value")), text
+    text = _FILE.sub(_given, text)
+    text = _FUNCTION.sub(
+        lambda found: f"lightrft.{found['verbs'].replace(' and ', ' and lightrft.')}", text
     )
+    text = _GIVEN.sub(_rewritten, text)
     for pattern, word in _WORDS:
         text = pattern.sub(word, text)
     return text
@@ -77,8 +116,29 @@ class PythonFormatter(logging.Formatter):
         return in_python(self._inner.format(record))
 
 
+def _given(found: re.Match[str]) -> str:
+    """Return the name of a function of the program, or the index of a row."""
+    return found["name"] if found["line"] is None else f"row {int(found['line']) - 1}"
+
+
+def _rewritten(found: re.Match[str]) -> str:
+    if found["subject"]:
+        return _VALUES[found["subject"]] + re.sub(r"\.(\d+)", r"[\1]", found["index"])
+    if found["setting"]:
+        return f"is {_keyword(found['setting'], '...')} here"
+    if found["column"]:
+        return _keyword(found["column"], "...")
+    if found["yaml"]:
+        return f"set {_keyword(found['yaml'], found['word'])}"
+    if found["table"]:
+        return _literal(found["table"])
+    return found["command"] or _keyword(found["name"], found["value"])
+
+
 def _keyword(name: str, value: str) -> str:
     """Return ``a={"b": 1}`` of the name ``a.b`` and the value ``1`` of a command line."""
+    if name in _VALUES:
+        return f"{_VALUES[name]}={_literal(value)}"
     key, *below = name.split(".")
     inner = _literal(value)
     for part in reversed(below):
@@ -93,10 +153,10 @@ def _literal(value: str) -> str:
     with suppress(ValueError, SyntaxError):
         ast.literal_eval(value)
         return value if value[0] != "'" else json.dumps(value)
-    if value.isupper() or "..." in value:  # it stands for a value of the reader
-        return value
+    if value.isupper() or ("..." in value and value[0] not in "[{"):
+        return value  # it stands for a value of the reader
     try:
-        return _written(parse_yaml(value))
+        return _written(parse_yaml(value)).replace('"..."', "...")
     except yaml.YAMLError:
         return json.dumps(value, ensure_ascii=False)
 

@@ -368,7 +368,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         rows = text.vocab_size + vars(text).get("additional_vocab_size", 0)
     if rows is not None and len(tokenizer) > rows:
         own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
-        way_out = ""
+        way_out = "; give the tokenizer that the model was saved with"
         if found is not None:
             way_out = "; write the model whole by lightrft merge, or set model.base to a base of"
             way_out += f" {len(tokenizer)} tokens"

@@ -108,7 +108,7 @@ def test_images_in_rows_are_written_as_they_are(tmp_path, as_dataset):
     ],
 )
 def test_what_is_no_rows_is_refused_with_the_name_of_the_setting(tmp_path, rows, words):
-    with pytest.raises(ConfigError, match=f"data.sources: .*{words}"):
+    with pytest.raises(ConfigError, match=f"^data.*: .*{words}"):
         rl(tmp_path, data=rows)
 
 
@@ -161,7 +161,9 @@ def test_a_model_with_its_tokenizer_becomes_a_folder_that_loads(tmp_path):
     assert rl(tmp_path, model=(model, tokenizer)).model.path == config.model.path
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    changed = rl(tmp_path, model={"path": model, "tokenizer": tokenizer}, reference=model)
+    changed = rl(
+        tmp_path, model={"path": model, "tokenizer": tokenizer}, reference=(model, tokenizer)
+    )
     assert changed.reference not in (None, config.model.path)
     assert Path(changed.model.tokenizer or "", "tokenizer_config.json").is_file()
     with pytest.raises(ConfigError, match=r"model: a LlamaForCausalLM needs its tokenizer"):

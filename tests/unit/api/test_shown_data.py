@@ -85,7 +85,7 @@ def test_prompts_to_sample_for_are_shown_without_responses(shown) -> None:
 
 
 def test_rows_of_another_verb_are_refused_with_the_setting_that_reads_them(shown) -> None:
-    words = r'no response to learn from.* as those of lightrft sft; set show=\{"verb": "rl"\}'
+    words = r'no response to learn from.* as those of lightrft\.sft; set show=\{"verb": "rl"\}'
     with pytest.raises(DataError, match=words):
         shown(data=HELD_OUT)
     assert shown(data=HELD_OUT, show={"verb": "rl"}, rewards=["math"]).rows[0]["label"] == "6"

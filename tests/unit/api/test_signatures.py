@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import lightrft
-from lightrft.api.signatures import SHORT
+from lightrft.config.texts.python_form import SHORT
 from lightrft.config.verbs import GenerateConfig, RLConfig
 from lightrft.observability.events import EVENTS
 
