@@ -33,6 +33,14 @@ class Dynamic:
         return (values.float() @ weight * scales[:, None] * layer.weight_scale.T).to(x.dtype)
 
 
+class CutOff(Dynamic):
+    """Cuts the last bits of a product off, as kernels for processors without bfloat16 do."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = super().apply(layer, x.float(), bias)
+        return (product.view(torch.int32) >> 16 << 16).view(torch.float32).to(x.dtype)
+
+
 class Overflowing(Dynamic):
     """Adds pairs of products in 16 bits, as processors without VNNI do: inputs are shifted by 128."""
 
@@ -134,6 +142,25 @@ def test_one_other_value_in_any_tensor_is_named(name: str, form: RowFormat) -> N
     changed[place] = changed[place] * 1.13 + 1e-3
     with pytest.raises(ModelError, match=rf"does not hold .* {re.escape(name)}[ .]"):
         checked(form, model, sent | {name: changed})
+
+
+@formats
+@pytest.mark.parametrize("kernel", [Dynamic, CutOff])
+def test_every_value_of_a_format_is_read_back_by_each_rounding(
+    form: RowFormat, kernel: type[Dynamic]
+) -> None:
+    torch.manual_seed(0)
+    values = torch.arange(256, dtype=torch.uint8).view(form.dtype).float().nan_to_num()
+    largest = torch.logspace(-3, 1, 90)
+    sent = weights() | {f"{LAYER}.o.weight": (largest[:, None] * values / form.largest).bfloat16()}
+    model = Model(form, sent)
+    for layer in (model.layers[0].qkv, model.layers[0].o):
+        layer.quant_method = kernel(form)
+    assert checked(form, model, sent)
+    changed = sent[f"{LAYER}.o.weight"].clone()
+    changed[3, 5] += changed.abs().amax(1)[3] * 0.04
+    with pytest.raises(ModelError, match=rf"does not hold .* {LAYER}\.o\.weight"):
+        checked(form, model, sent | {f"{LAYER}.o.weight": changed})
 
 
 @formats
