@@ -16,6 +16,7 @@ from lightrft.config.preference.presets import PREFERENCE_PAPERS
 from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import IterateConfig, TrainingConfig
 from lightrft.datasets.open_source import is_on_hub
+from lightrft.observability.run_directory import ROUNDS
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.explanation.explain import formula_rows
 from lightrft.trainer.explanation.of_config import explained
@@ -106,16 +107,22 @@ def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: ``config.yaml`` is of another version, and has other settings.
     """
-    tree = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-    verb, base = str(summary["verb"]), str(tree["model"]["path"])
+    tree = _tree_of(run)
+    verb, name = str(summary["verb"]), str(tree["run"]["name"])
     config = build(VERBS[verb.split()[-1]].settings_class(), tree)
     data = dict(_data_of(config))
+    if run.match(f"{ROUNDS}/*"):  # trained on the responses that models of lightrft iterate sampled
+        tree = _tree_of(run.parents[1])
+        name = f"{tree['run']['name']}, {run.parent.name.replace('_', ' ')}"
+        prompts = build(IterateConfig, tree).data
+        data = {"data": prompts, **{key: one for key, one in data.items() if key != "data"}}
+    base = str(tree["model"]["path"])
     on_hub = "/" in base and not Path(base).expanduser().exists()
     own = model / CARD  # of adapters, and says how they are used
     adapters = own.read_text(encoding="utf-8").partition("\n---\n") if own.is_file() else None
     head = adapters[0].splitlines()[1:] if adapters else _fields(base, verb, on_hub=on_hub)
     shown = base if on_hub else PurePath(base).name
-    lines = ["---", *head, *_datasets(data), "---", "", f"# {tree['run']['name']}", ""]
+    lines = ["---", *head, *_datasets(data), "---", "", f"# {name}", ""]
     version = summary.get("environment", {}).get("lightrft", __version__)
     lines += [f"`{shown}`, trained by `lightrft {verb}` of LightRFT {version}.", ""]
     if adapters:
@@ -124,6 +131,10 @@ def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
     lines += [*_results(run), "## Settings", "", "Those that differ from the defaults:", ""]
     settings = [f"{name}: {inline_yaml(_shared(value))}" for name, value in _changed(summary)]
     return "\n".join([*lines, "```yaml", *settings, "```", ""])
+
+
+def _tree_of(run: Path) -> dict[str, Any]:
+    return parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
 
 
 def _data_of(value: object, key: str = "") -> Iterator[tuple[str, DataConfig]]:

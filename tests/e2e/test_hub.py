@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,37 @@ def test_the_card_names_data_sets_and_the_base_of_the_hub_in_its_fields(trained,
     )
     assert f"* `data`: {shown}, the first 9 rows; `own.jsonl`; `rows.py:read`" in card
     assert str(tmp_path) not in card
+
+
+def test_the_card_of_a_round_names_the_base_and_the_prompts_of_all_rounds(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    lightrft.iterate(
+        model=(tiny_model("llama", vocab_size=len(tiny_tokenizer())), tiny_tokenizer()),
+        data=str(tmp_path / "tasks.jsonl"),
+        rewards=[lambda rollout: len(rollout.text)],
+        rounds=2,
+        samples=2,
+        select={"keep_truncated": True},
+        sampling={"max_new_tokens": 4},
+        sft={"batch_size": 2, "train": {"steps": 1}},
+        run={"dir": str(tmp_path), "name": "pupil", "threads": 1, "progress": False},
+    )
+    folder = tmp_path / "pupil"
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    tree["model"]["path"] = "some/base"
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    run = folder / "round_02" / "train"
+    card = model_card(run, run / "model", {"verb": "sft", "steps": 1})
+    assert ModelCard(card).data.base_model == "some/base"
+    assert "\n# pupil, round 02\n" in card and "`some/base`, trained by `lightrft sft`" in card
+    assert "* `data`: `tasks.jsonl`" in card and "rows.jsonl" not in card
+
+
+def test_the_card_shows_the_number_and_the_name_of_gpus(trained):
+    run = trained("devices")
+    found = {"device": "NVIDIA H200", "devices": 2, "processes": 16}
+    card = model_card(run.path, run.model, {**run.summary, "environment": found})
+    assert "* hardware: 2 x NVIDIA H200, processes: 16" in card
 
 
 def test_the_card_shows_functions_of_the_objective_without_their_folders(tmp_path):
