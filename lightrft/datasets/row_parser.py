@@ -23,6 +23,7 @@ from lightrft.datasets.conversations.messages import (
     known_role,
     with_known_role,
 )
+from lightrft.datasets.conversations.other_messages import as_tool, spread
 from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
 from lightrft.datasets.media.items import replaced, with_items
 from lightrft.datasets.media.parts import kind_of, text_of
@@ -33,7 +34,9 @@ from lightrft.utils.yaml_text import parse_json
 
 CONVERSATIONS = ("messages", "message", "conversations", "conversation")
 """Usual columns of messages."""
-PROMPTS = ("prompt", "input", "question", *CONVERSATIONS, "problem", "query", "instruction")
+CHATS = ("chat", "contents")
+"""Columns of messages in a row without another prompt: glaive's and Gemini's."""
+PROMPTS = ("prompt", "input", "question", *CONVERSATIONS, "problem", "query", "instruction", *CHATS)
 """Usual columns of a prompt, in the order in which they are tried."""
 TURN_WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of the weight of a message in the loss.
@@ -41,9 +44,8 @@ TURN_WEIGHTS = ("weight", "train", "training", "loss")
 They are the names of OpenAI and Mistral, of axolotl (two) and of ms-swift.
 """
 _AS_FIELDS = {
-    **dict.fromkeys(("thinking", "reasoning"), "write it as 'reasoning_content' of the message"),
-    **dict.fromkeys(("tool_use", "tool_call"), "write it as 'tool_calls' of the message"),
-    "tool_result": "write it as a message of role 'tool' with 'tool_call_id'",
+    "reasoning": "write it as 'reasoning_content' of the message",
+    "tool_call": "write it as 'tool_calls' of the message",
     "refusal": "write it as 'refusal' of the message",
 }
 """The place of content that other formats write as parts, by the type of the part."""
@@ -461,7 +463,7 @@ def read_tools(row: Row, name: str | None, where: str) -> list[object]:
     tools = [_json(one, place) for one in value] if isinstance(value, list | tuple) else [value]
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
         raise MalformedRow(f"{place} must be a list of JSON schemas; {NO_TOOLS}")
-    return [without_nulls(one) for one in tools]
+    return [tool for one in tools for tool in as_tool(without_nulls(one))]
 
 
 def check_row_options(row: Row, options: Mapping[str, object], where: str) -> None:
@@ -517,7 +519,7 @@ def _is_message(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     is_spoken = not value.keys().isdisjoint(("role", "from"))
-    return is_spoken and not value.keys().isdisjoint(("content", "value", *CARRIERS))
+    return is_spoken and not value.keys().isdisjoint(("content", "value", "parts", *CARRIERS))
 
 
 def no_prompt(row: Row, where: str) -> MalformedRow:
@@ -542,5 +544,9 @@ def read_messages(values: Sequence[object], where: str, finder: MediaFinder) -> 
     Raises:
         MalformedRow: a message is malformed.
     """
-    read = [read_message(m, f"{where} {k}", finder) for k, m in enumerate(values, start=1)]
+    read = [
+        read_message(message, f"{where} {k}", finder)
+        for k, one in enumerate(values, start=1)
+        for message in spread(one, f"{where} {k}")
+    ]
     return in_order(read, where)

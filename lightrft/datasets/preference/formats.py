@@ -82,6 +82,12 @@ _KNOWN = (
         ranked_formats.read_nectar,
     ),
     PreferenceFormat(
+        "shp",
+        "history, human_ref_A, human_ref_B, labels",
+        ranked_formats.is_shp,
+        ranked_formats.read_shp,
+    ),
+    PreferenceFormat(
         "helpsteer3",
         "response1, response2, overall_preference",
         ranked_formats.is_helpsteer3,

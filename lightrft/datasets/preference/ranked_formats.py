@@ -17,6 +17,7 @@ from lightrft.datasets.rows.recorded_row import unrecorded
 from lightrft.datasets.rows.row_content import Raw, raw_prompt, raw_text, with_context
 
 PKU = ("response_0", "response_1")
+SHP = ("human_ref_A", "human_ref_B")
 
 
 def is_ranked(row: Row, columns: PreferenceColumns) -> bool:
@@ -66,6 +67,21 @@ def read_rated(given: GivenRow) -> RawPreference:
     ranks = [-rating for rating in ratings]
     prompt = given.prompt()
     return RawPreference(prompt, responses, names, ranks=ranks, ratings=ratings, records=records)
+
+
+def is_shp(row: Row, columns: PreferenceColumns) -> bool:
+    """Return True for SHP's ``{history, human_ref_A, human_ref_B, labels}``."""
+    return {"history", *SHP, "labels"} <= set(row)
+
+
+def read_shp(given: GivenRow) -> RawPreference:
+    """Read SHP. Its ``history`` is the question, and ``labels`` is 1 if response A is better."""
+    row, columns, where = given.row, given.columns, given.where
+    best = label(row["labels"], "labels", where)
+    responses = [raw_text(row[name], name, where) for name in SHP]
+    context = columns.model_copy(update={"history": None})
+    prompt = with_context(row, context, raw_prompt(row["history"], where), where)
+    return RawPreference(prompt, responses, list(SHP), ranks=(1 - best, int(best)))
 
 
 def is_helpsteer3(row: Row, columns: PreferenceColumns) -> bool:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightrft.config.data import Columns
+from lightrft.datasets.conversations.other_messages import TRANSCRIPTS, spread, system_text
 from lightrft.datasets.row_parser import (
+    CHATS,
     CONVERSATIONS,
     PROMPTS,
     Message,
@@ -26,7 +28,10 @@ Raw = str | list[Message]
 
 USUAL: dict[str, tuple[str, ...]] = {
     "prompt": PROMPTS,
-    "system": ("system", "system_prompt", "system_message"),
+    "system": (
+        *("system", "system_prompt", "system_message"),
+        *("systemInstruction", "system_instruction"),
+    ),
     "history": ("history",),
     "response": (
         "response",
@@ -73,8 +78,6 @@ MEANINGS = {
 Tools are left out, because the chat template reads them later.
 """
 
-TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
 _SPELLED_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
 """The start of messages as Python and the CSV files of pandas write them."""
 RULE = re.compile(r"\w+_rule")
@@ -121,7 +124,11 @@ def raw_text(value: object, what: str, where: str) -> Raw:
         value = [value]
     if isinstance(value, list | tuple):
         place = f"{where}, {what}, message" if what else f"{where}, message"
-        return [message_fields(m, f"{place} {k}") for k, m in enumerate(value, start=1)]
+        return [
+            message_fields(message, f"{place} {k}")
+            for k, one in enumerate(value, start=1)
+            for message in spread(one, f"{place} {k}")
+        ]
     if value is None:
         raise MalformedRow(f"{where}: {what or 'the prompt'} is empty")
     kind = type(value).__name__
@@ -138,18 +145,13 @@ def as_messages(raw: Raw) -> list[Message]:
 
 
 def is_transcript(text: str) -> bool:
-    r"""Return True if ``text`` is a conversation of ``\n\nHuman:`` and ``\n\nAssistant:``."""
-    return text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
+    """Return True if ``text`` is a conversation in one of the forms of ``TRANSCRIPTS``."""
+    return any(form.begins.search(text) for form in TRANSCRIPTS)
 
 
 def transcript(text: str) -> list[Message]:
     """Return the messages of a text for which ``is_transcript`` holds."""
-    # the split gives: empty text, speaker, words, speaker, words ...
-    _, *pieces = TURN.split(text.lstrip())
-    return [
-        {"role": TRANSCRIPT_ROLES[speaker], "content": words.strip()}
-        for speaker, words in zip(pieces[::2], pieces[1::2])
-    ]
+    return next(form for form in TRANSCRIPTS if form.begins.search(text)).messages(text)
 
 
 def raw_prompt(value: object, where: str) -> Raw:
@@ -260,7 +262,15 @@ def prompt_column(row: Row, columns: Columns, where: str) -> str:
         return columns.prompt
     here = unrecorded(row)
     given = [name for name in usual(columns, "prompt") if here.get(name) is not None]
+    given = [name for name in given if name not in CHATS or _is_chat(here[name])]
     return next((name for name in given if has_content(here[name])), (given or [""])[0])
+
+
+def _is_chat(value: object) -> bool:
+    """Return True for messages and transcripts, and False for documents."""
+    if isinstance(value, str):
+        return is_transcript(value)
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
 
 
 def with_input(row: Row) -> str:
@@ -439,7 +449,7 @@ def _system(row: Row, columns: Columns, prompt: Raw, where: str) -> list[Message
     here = unrecorded(row)
     given = (n for n in usual(columns, "system") if not _is_blank(here.get(n)))
     name = columns.system or next(given, "")
-    value = named_column(row, name, "system", where) if name else None
+    value = system_text(named_column(row, name, "system", where)) if name else None
     if _is_blank(value):
         return []
     if not isinstance(value, str):

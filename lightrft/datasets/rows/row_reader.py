@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeGuard
 from lightrft.config.data import Columns, TrainingColumns
 from lightrft.datasets.media import NOTHING, MediaFinder, SupportedMedia
 from lightrft.datasets.row_parser import (
+    CHATS,
     CONVERSATIONS,
     Message,
     ParsedRow,
@@ -118,7 +119,7 @@ def _is_begun(row: RecordedRow, columns: Columns, where: str, prefill: object) -
     if prefill != "auto":
         return bool(prefill)
     name = prompt_column(unrecorded(row), columns, where)
-    if name.rpartition(".")[2] in CONVERSATIONS:
+    if name.rpartition(".")[2] in (*CONVERSATIONS, *CHATS):
         return False
     # Otherwise the turn is of another column, which holds the whole conversation.
     return ends_with_assistant(raw_prompt(look_up(unrecorded(row), name), where))
@@ -266,7 +267,7 @@ def _check_blank(row: RecordedRow, finder: MediaFinder, where: str) -> None:
     """Raise ``MalformedRow`` for a row that has neither a prompt nor media."""
     if finder.has_columns(unrecorded(row)):
         return
-    if not row.keys().isdisjoint(USUAL["prompt"]):
+    if not row.keys().isdisjoint(set(USUAL["prompt"]).difference(CHATS)):
         raise MalformedRow(f"{where}: the prompt is empty")
     raise no_prompt(row, where)
 

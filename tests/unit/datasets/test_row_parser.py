@@ -165,12 +165,12 @@ def test_a_conversation_whose_user_says_nothing_has_an_empty_prompt(content: str
             r"message 2: a content part is the text 'x'; write {\"type\": \"text\"",
         ),
         (
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]},
-            r"message 2: a content part of type 'thinking'; write it as 'reasoning_content'",
+            {"role": "assistant", "content": [{"type": "reasoning", "text": "x"}]},
+            r"message 2: a content part of type 'reasoning'; write it as 'reasoning_content'",
         ),
         (
-            {"role": "assistant", "content": [{"type": "tool_use", "name": "x"}]},
-            r"message 2: a content part of type 'tool_use'; write it as 'tool_calls'",
+            {"role": "assistant", "content": [{"type": "tool_call", "name": "x"}]},
+            r"message 2: a content part of type 'tool_call'; write it as 'tool_calls'",
         ),
         ({"role": 5, "content": "x"}, r"message 2: role is 5, not a text such as 'user'"),
         ({"role": ["user"], "content": "x"}, r"message 2: role is \['user'\], not a text"),
