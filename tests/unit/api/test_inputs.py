@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas
+import polars
 import pyarrow
 import pytest
 import torch
@@ -53,8 +54,10 @@ def written(tmp_path: Path, rows) -> list[dict]:
         Dataset.from_list([{"tags": None, **row} for row in ROWS]),
         pandas.DataFrame(ROWS),
         pyarrow.Table.from_pylist([{"tags": None, **row} for row in ROWS]),
+        polars.DataFrame(ROWS),
+        polars.LazyFrame(ROWS).filter(polars.lit(True)),
     ],
-    ids=["list", "tuple", "iterator", "dataset", "frame", "arrow"],
+    ids=["list", "tuple", "iterator", "dataset", "frame", "arrow", "polars", "lazy"],
 )
 def test_rows_of_every_kind_are_written_with_all_their_columns(tmp_path, rows):
     found = written(tmp_path, rows)
