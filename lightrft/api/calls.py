@@ -61,7 +61,7 @@ Given: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Settings
 """Settings: the path of a YAML file, a tree of values, or a config object."""
 
 
-@python_messages()
+@python_messages
 def call(verb: str, /, *configs: Given, **settings: Any) -> Any:
     """Run a verb, and return its result.
 
@@ -339,7 +339,7 @@ class _Shown(Settings):
     """The rows to show, and the page."""
 
 
-@python_messages()
+@python_messages
 def data(*configs: Given, **settings: Any) -> ShownData:
     """Show the first rows of a config as a run reads them: their tokens, media and lengths."""
     _, settings = take_callbacks("data", settings)

@@ -75,7 +75,7 @@ class Policy:
                 policy.sync()
     """
 
-    @python_messages()
+    @python_messages
     def __init__(self, *configs: Given, **settings: Any) -> None:
         callbacks, settings = take_callbacks("rl", settings)
         config: RLConfig = read(RLConfig, configs, settings)
@@ -142,7 +142,7 @@ class Policy:
                     f"step {run.step + 1} did not end; call sync() at the end of each step"
                 )
 
-    @python_messages()
+    @python_messages
     def prompts(self, count: int | None = None) -> list[Prompt]:
         """Return the next prompts of the data.
 
@@ -153,7 +153,7 @@ class Policy:
             self.config.rollout.prompts_per_step if count is None else count
         )
 
-    @python_messages()
+    @python_messages
     def sample(self, prompts: Sequence[Prompt], size: int | None = None) -> list[list[Rollout]]:
         """Return responses to each prompt, as the settings ``sampling`` say.
 
@@ -180,7 +180,7 @@ class Policy:
                 self._context.stopped,
             )
 
-    @python_messages()
+    @python_messages
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
         """Return the responses with their rewards, as the settings ``reward`` say.
 
@@ -199,7 +199,7 @@ class Policy:
                 self._context.stopped,
             )
 
-    @python_messages()
+    @python_messages
     def batch(self, groups: Sequence[Sequence[Rollout]]) -> Batch | None:
         """Return the tensors to train on, without padding, or ``None`` if every group is dropped.
 
@@ -238,7 +238,7 @@ class Policy:
             batch = run_phases(batch, context, PHASES[:-1])
         return batch if collected.groups else None
 
-    @python_messages()
+    @python_messages
     def loss(
         self, batch: Batch, token_losses: TokenLosses | None = None
     ) -> tuple[Tensor, dict[str, float]]:
@@ -260,7 +260,7 @@ class Policy:
         loss, metrics = policy_loss(run.roles, objective, settings)(mini.to(run.roles.device))
         return loss, metrics.compute()
 
-    @python_messages()
+    @python_messages
     def update(self, batch: Batch | None, token_losses: TokenLosses | None = None) -> None:
         """Take the optimizer steps of ``train.ppo_epochs`` passes over the batch.
 
@@ -275,7 +275,7 @@ class Policy:
             return
         self._trained = update_models(batch, self._context, token_losses)
 
-    @python_messages()
+    @python_messages
     def sync(self, metrics: Mapping[str, float] | None = None) -> ReadRow:
         """End the step: send the weights to the engine, and evaluate, save and log if it is due.
 
@@ -309,7 +309,7 @@ class Policy:
         self._step = ExitStack()
         self._step.enter_context(run.stream.restore_on_error())
 
-    @python_messages()
+    @python_messages
     def save(self) -> Path:
         """Write a checkpoint of the last whole step, and return its folder."""
         session = self._run.session
@@ -317,7 +317,7 @@ class Policy:
             session.save(self._run, self._values)
         return session.store.path(self.step)
 
-    @python_messages()
+    @python_messages
     def load(self, checkpoint: str | Path) -> None:
         """Go back to a checkpoint of this run: weights, optimizers, data and metrics.
 
@@ -336,7 +336,7 @@ class Policy:
         finally:
             self._begin()
 
-    @python_messages()
+    @python_messages
     def close(self) -> Run:
         """Save the run, write ``model/`` after the last step, and return the run.
 

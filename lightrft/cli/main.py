@@ -100,11 +100,13 @@ def messages_for_starter(shown: logging.Handler) -> Generator[None]:
     if FROM_PYTHON not in os.environ:
         yield
         return
-    from lightrft.config.texts.python_form import PythonFormatter, python_messages
+    from lightrft.config.texts.python_form import PythonFormatter, error_in_python
 
     shown.setFormatter(PythonFormatter(shown.formatter))
-    with python_messages():
+    try:
         yield
+    except UserError as error:
+        raise error_in_python(error) from error.__cause__
 
 
 def verb_hint(word: str) -> str:

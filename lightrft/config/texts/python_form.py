@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import logging
 import re
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
 import yaml
 
 from lightrft.utils.errors import UserError
 from lightrft.utils.yaml_text import parse_yaml
 from lightrft.verbs import VERBS
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SHORT = {
     "data": ("data.sources", "eval.data.sources"),
@@ -90,14 +95,26 @@ def in_python(text: str) -> str:
     return text
 
 
-@contextmanager
-def python_messages() -> Generator[None]:
-    """Rewrite the messages of errors of the body by ``in_python``."""
-    try:
-        yield
-    except UserError as error:
-        error.args = (in_python(str(error)), *error.args[1:])
-        raise
+def error_in_python(error: UserError) -> UserError:
+    """Return ``error`` with its message rewritten by ``in_python``."""
+    error.args = (in_python(str(error)), *error.args[1:])
+    return error
+
+
+def python_messages(function: Callable[P, R]) -> Callable[P, R]:
+    """Rewrite the messages of errors of ``function`` by ``in_python``, and drop its stack frames.
+
+    The message says all that a user needs. A notebook would show a dozen frames before it.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **keywords: P.kwargs) -> R:
+        try:
+            return function(*args, **keywords)
+        except UserError as error:
+            raise error_in_python(error).with_traceback(None) from error.__cause__
+
+    return called
 
 
 class PythonFormatter(logging.Formatter):

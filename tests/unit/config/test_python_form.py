@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -130,8 +131,17 @@ def test_no_message_of_the_package_keeps_a_setting_in_the_form_of_the_shell():
 
 
 def test_errors_and_warnings_that_a_program_gets_are_rewritten():
-    with pytest.raises(DataError, match=r'set data=\{"turns": "last"\}'), python_messages():
-        raise DataError("set data.turns=last")
+    @python_messages
+    def fail() -> None:
+        with suppress(KeyError):
+            raise DataError("set data.turns=last")
+
+    with pytest.raises(DataError, match=r'set data=\{"turns": "last"\}') as found:
+        fail()
+    assert [frame.name for frame in found.traceback] == [
+        "test_errors_and_warnings_that_a_program_gets_are_rewritten",
+        "called",
+    ]
     record = logging.LogRecord("a", logging.WARNING, "", 0, "set log.samples=%d", (1,), None)
     formatter = PythonFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     assert formatter.format(record) == 'WARNING: set log={"samples": 1}'
