@@ -145,7 +145,7 @@ def entry(mistake: Mistake, said: str) -> Iterator[str]:
             "```",
             "",
         )
-        yield from ("```text", *wrapped(said), "```", "")
+        yield from ("```text", *wrapped(said.removeprefix("lightrft: ")), "```", "")
         return
     verb, words = parts_of(mistake)
     yield from (f"### `{words if verb.endswith('+') else command(mistake)}`", "", "```text")

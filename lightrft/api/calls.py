@@ -17,7 +17,7 @@ from lightrft.api.inputs import FOLDER, Written, is_rows, natural, plain, rows_o
 from lightrft.api.progress import watching
 from lightrft.api.run import Run, json_lines
 from lightrft.api.shown_data import ShownData, shown_data
-from lightrft.api.signatures import sign
+from lightrft.api.signatures import check_call, sign
 from lightrft.api.start import (
     check_trained,
     function_of,
@@ -121,7 +121,8 @@ def load(
     files = [os.fspath(one) for one in configs if isinstance(one, str | os.PathLike)]
     for file in files:
         if not file.endswith((".yaml", ".yml")):
-            raise ConfigError(f"{file!r} is no YAML file; name the setting, as in model={file!r}")
+            own = next(name for name in ("path", "models", "model") if has_setting(cls, name))
+            raise ConfigError(f"{file!r} is no YAML file; name the setting, as in {own}={file!r}")
     trees = [
         _tree(cls, one) for one in [*configs, settings] if not isinstance(one, str | os.PathLike)
     ]
@@ -218,10 +219,12 @@ def take_callbacks(verb: str, settings: Mapping[str, Any]) -> tuple[Callbacks, d
         name: value for name, value in settings.items() if name in EVENTS and value is not None
     }
     for name, value in found.items():
-        if not callable(value):
+        if not callable(value) or isinstance(value, type):
+            what = value.__name__ if isinstance(value, type) else type(value).__name__
             raise ConfigError(
-                f"{name} = {value!r} is no function; give one whose argument is the event"
+                f"{name} is of type {what}, not a function; give a function of one event"
             )
+        check_call(name, value, "event")
         if trains(verb) is None and (verb, name) != ("generate", RolloutsEvent.name):
             raise ConfigError(
                 f"{name} is called by verbs that train, and {verb} does not; leave it out"

@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
+from os import PathLike, fspath
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -70,6 +71,9 @@ def plain(value: Any, folder: Path, key: str = "", written: Written | None = Non
         }
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, PathLike):  # a run is its folder, and its model a folder in it
+        is_trained = re.search(r"^(model|reference|teacher)(\.path)?$", key)
+        return fspath(value.model if is_trained and hasattr(value, "model") else value)
     if isinstance(value, type):
         raise ConfigError(f"{key}: {value.__name__} is a class; {_object_of(value)}")
     if pair := _pair(value):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.api.calls import Given, is_elsewhere, read, show_warnings, take_callbacks
 from lightrft.api.progress import watching
 from lightrft.api.run import Run
+from lightrft.api.signatures import check_call
 from lightrft.api.start import check_trained, set_threads
 from lightrft.config.base import changed_fields
 from lightrft.config.texts.python_form import python_messages
@@ -45,6 +46,7 @@ from lightrft.types import Batch, Prompt, Rollout
 from lightrft.utils.errors import (
     ConfigError,
     GenerationInterrupted,
+    HintedAttributes,
     RewardError,
     UserError,
     before_update,
@@ -52,7 +54,7 @@ from lightrft.utils.errors import (
 from lightrft.utils.seeding import derive_seed, torch_generator
 
 
-class Policy:
+class Policy(HintedAttributes):
     """The policy of a run of ``rl``, for a program that writes the loop itself.
 
     The methods are the parts of a step of ``lightrft.rl``, in the order of the example. The run
@@ -74,6 +76,13 @@ class Policy:
                 policy.update(policy.batch(groups))
                 policy.sync()
     """
+
+    meant: ClassVar[Mapping[str, str]] = {
+        "generate": "did you mean 'sample'?",
+        **dict.fromkeys(("train", "fit"), "write the loop, or call lightrft.rl"),
+        "backward": "update(batch) takes the optimizer steps",
+        "save_pretrained": "close() writes the model",
+    }
 
     @python_messages
     def __init__(self, *configs: Given, **settings: Any) -> None:
@@ -108,6 +117,12 @@ class Policy:
         run.begin()
         resume_from_checkpoint(run)
         return run, begin_steps(run)
+
+    @property
+    def _open_run(self) -> RLRun:
+        if self._is_closed:
+            raise ConfigError("the policy is closed; open it again by lightrft.Policy(...)")
+        return self._run
 
     @property
     def config(self) -> RLConfig:
@@ -149,9 +164,8 @@ class Policy:
         Args:
             count: Their number. ``None`` takes ``rollout.prompts_per_step``.
         """
-        return self._run.stream.draw(
-            self.config.rollout.prompts_per_step if count is None else count
-        )
+        default = self.config.rollout.prompts_per_step
+        return self._open_run.stream.draw(_number("count", count, default))
 
     @python_messages
     def sample(self, prompts: Sequence[Prompt], size: int | None = None) -> list[list[Rollout]]:
@@ -164,8 +178,9 @@ class Policy:
         Raises:
             GenerationInterrupted: The run is to stop. The context of the policy ends with it.
         """
-        run, config = self._run, self.config
-        size = config.rollout.group_size if size is None else size
+        run, config = self._open_run, self.config
+        size = _number("size", size, config.rollout.group_size)
+        _check_all(prompts, Prompt, "sample() takes prompts, as prompts() returns them")
         seeds = (config.run.seed, run.step, self._rounds)
         self._rounds += 1
         requests = requests_for(prompts, size, *seeds, greedy=run.requirements.greedy)
@@ -189,7 +204,8 @@ class Policy:
         Args:
             groups: The responses to each prompt.
         """
-        run = self._run
+        run = self._open_run
+        _check_groups(groups)
         with before_update():
             return score_on_ranks(
                 run.roles.strategy.ranks,
@@ -213,7 +229,8 @@ class Policy:
         Raises:
             RewardError: A response has no reward, or all of them failed to be scored.
         """
-        run = self._run
+        run = self._open_run
+        _check_groups(groups)
         if self._collected is not None:
             raise ConfigError(
                 f"batch() was called twice in step {run.step + 1}; call sync() before the next one"
@@ -223,6 +240,9 @@ class Policy:
             raise RewardError(
                 f"{len(unscored)} responses have no reward; call score(), or set the reward of each"
             )
+        for rollout in (r for group in groups for r in group):
+            if rollout.reward is not None:
+                rollout.reward = _as_number("the reward of a response", rollout.reward)
         collected = CollectedRollouts(rounds=self._rounds)
         judge = collect_settings(self.config, run.requirements).judge
         for group in groups:
@@ -250,7 +270,8 @@ class Policy:
             batch: The batch, with advantages.
             token_losses: As in ``update``.
         """
-        run, step = self._run, self._run.step
+        run, step = self._open_run, self._run.step
+        _check_all([batch], Batch, "loss() takes the batch that batch() returns")
         settings = replace(self._context.update_settings, token_losses=token_losses)
         objective = Objective.of(
             settings.algorithm, run.requirements, run.controllers, batch, step, token_losses
@@ -273,6 +294,9 @@ class Policy:
         """
         if batch is None:
             return
+        _check_all([batch], Batch, "update() takes the batch that batch() returns")
+        if token_losses is not None:
+            check_call("token_losses", token_losses, "logprobs", "batch")
         self._trained = update_models(batch, self._context, token_losses)
 
     @python_messages
@@ -285,13 +309,19 @@ class Policy:
         Returns:
             The metrics of the step.
         """
-        run, collected = self._run, self._collected
+        run, collected = self._open_run, self._collected
+        if run.step >= run.steps:
+            raise ConfigError(
+                f"train.steps = {run.steps}: these steps are done; loop by `for step in policy`, or "
+                "raise train.steps"
+            )
+        own = {name: _as_number(f"metric {name!r}", each) for name, each in (metrics or {}).items()}
         found = self._context.metrics
         if collected is not None:
             result = step_result(self._context, collected, self._trained)
             run.report(result)
-        for name, value in (metrics or {}).items():
-            found.add(name, Last(float(value)))
+        for name, value in own.items():
+            found.add(name, Last(value))
         self._step.close()
         run.step += 1
         self._values = finish_step(run, found, is_first=run.step == self._first)
@@ -373,6 +403,46 @@ class Policy:
         if isinstance(error, UserError):
             save_after_error(self._run, self._values, error)
         return bool(self._stack.__exit__(kind, error, trace))
+
+
+def _number(name: str, value: int | None, default: int) -> int:
+    """Return a count that a program gave, or its default."""
+    if value is None:
+        return default
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} = {value!r}: give a whole number of at least 1")
+    return value
+
+
+def _as_number(name: str, value: Any) -> float:
+    """Return a number of a program, of numpy or of torch as a number."""
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ConfigError(f"{name} is of type {type(value).__name__}; give one number")
+
+
+def _check_all(values: Any, kind: type[Any] | tuple[type[Any], ...], what: str) -> None:
+    """Raise ``ConfigError`` unless ``values`` are a list of objects of one class.
+
+    Args:
+        values: The values.
+        kind: The class, or several.
+        what: Words about what is taken.
+    """
+    for one in values if isinstance(values, list | tuple) else [values]:
+        if not isinstance(one, kind):
+            raise ConfigError(f"{what}, and not a value of type {type(one).__name__}")
+
+
+def _check_groups(groups: Any) -> None:
+    """Raise ``ConfigError`` unless ``groups`` is a list of lists of responses."""
+    what = "groups are lists of responses, one for each prompt, as sample() returns them"
+    _check_all(groups, (list, tuple), what)
+    for group in groups:
+        _check_all(group, Rollout, what)
 
 
 def _tell_ranks(kind: Any, error: BaseException | None, trace: Any) -> None:

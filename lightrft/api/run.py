@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
+from lightrft.api.inputs import is_chat
 from lightrft.api.progress import closing_lines
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig
 from lightrft.config.run import RunConfig
 from lightrft.observability.rollout_writer import read_rollouts
 from lightrft.observability.trackers import read_rows
-from lightrft.utils.errors import DataError, first_line
+from lightrft.utils.errors import ConfigError, DataError, HintedAttributes, first_line
 from lightrft.utils.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     import pandas
+
+
+RUNS = Path("runs")
+
+
+def folder_of(name: str | os.PathLike[str]) -> Path:
+    """Return the folder of a run. Raises ``ConfigError`` with the closest name if there is none."""
+    name = os.fspath(name)
+    for path in (Path(name).expanduser(), RUNS / name):
+        if path.is_dir():
+            return path
+    # The slash matches folders alone. A parent that does not exist has none.
+    folders = [*RUNS.glob("*/"), *Path(name).parent.glob("*/")]
+    known = list(map(str, folders))
+    # A misspelled path first, then a misspelled name of a run.
+    near = [
+        *difflib.get_close_matches(name, known, n=1),
+        *difflib.get_close_matches(str(RUNS / name), known, n=1),
+    ]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if known and not near:
+        hint = f"; there are {', '.join(sorted(known)[:8])}"
+    raise ConfigError(f"there is no run folder {name}{hint}")
 
 
 class Page:
@@ -55,7 +81,7 @@ def frame(page: str, height: int) -> str:
     return f'<iframe srcdoc="{escape(page, quote=True)}" style="{style}"></iframe>'
 
 
-class Run:
+class Run(HintedAttributes):
     """A run that trains, or that has trained: its metrics, responses, model and report.
 
     Everything is read from the folder at the time of the call.
@@ -64,6 +90,7 @@ class Run:
         path: The run folder, such as ``runs/first``.
 
     Raises:
+        ConfigError: There is no such folder.
         DataError: ``path`` is not a run folder.
 
     Example::
@@ -73,8 +100,18 @@ class Run:
         run.generate("What is 2 + 3?")
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+    meant: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("train", "fit"), "the run is trained; resume(steps=...) trains on"),
+        **dict.fromkeys(
+            ("save_model", "save_pretrained"), "its model is in the folder that 'model' names"
+        ),
+        **dict.fromkeys(("log_history", "history", "state"), "did you mean 'metrics'?"),
+        "evaluate": "call lightrft.eval(model=run, ...)",
+        "predict": "did you mean 'generate'?",
+    }
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = folder_of(path)
         if not (self.path / "config.yaml").is_file():
             raise DataError(f"{path} is not a run's folder: it has no config.yaml")
 
@@ -103,14 +140,38 @@ class Run:
     @property
     def verb(self) -> str:
         """The verb of the run, such as ``sft`` or ``grm sft``."""
-        return str(self.summary.get("verb") or self.metrics["phase"].iloc[-1])
+        if found := self.summary.get("verb"):
+            return str(found)
+        rows = read_rows(self.path / "metrics.jsonl")
+        return str(rows[-1]["phase"]) if rows else self._fitting_verb()
+
+    def _fitting_verb(self) -> str:
+        """Return the verb whose settings a run has that took no step."""
+        from lightrft.api.verbs import fitting
+        from lightrft.config.base import load_settings
+        from lightrft.verbs import of_kind
+
+        file = self.path / "config.yaml"
+        settings = fitting("auto", lambda cls: load_settings(cls, [file])).settings
+        known = of_kind("training").items()
+        return next(name for name, row in known if row.settings_class() is type(settings))
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """The metrics of each step, one row per step. The index is the step."""
+        """The metrics of each step, one row per step. The index is the step.
+
+        Raises:
+            DataError: No step has ended.
+        """
         import pandas
 
-        frame = pandas.DataFrame(read_rows(self.path / "metrics.jsonl"))
+        rows = read_rows(self.path / "metrics.jsonl")
+        if not rows:
+            raise DataError(f"{self.path} has no metrics: no step has ended; log.txt says why")
+        frame = pandas.DataFrame(rows)
         return frame.set_index("step") if "step" in frame else frame
 
     def rollouts(self, step: int | None = None, kind: str = "step") -> pandas.DataFrame:
@@ -123,6 +184,10 @@ class Run:
         Raises:
             DataError: No responses were written for that step.
         """
+        if kind not in ("step", "eval"):
+            raise ConfigError(f"kind = {kind!r}: write 'step' or 'eval'")
+        if step is not None and not hasattr(step, "__index__"):
+            raise ConfigError(f"step = {step!r} is no number of a step, such as 1")
         name = "*" if step is None else f"{step:06d}"
         files = sorted((self.path / "rollouts").glob(f"{kind}_{name}.jsonl"))
         if not files:
@@ -203,7 +268,7 @@ class Run:
         Prompts are written, and responses sampled, as in the run.
 
         Args:
-            prompts: One prompt, or several.
+            prompts: One prompt, a text or a list of messages, or several.
             settings: Settings of ``lightrft generate`` that differ, such as
                 ``sampling={"temperature": 0}``.
 
@@ -212,7 +277,15 @@ class Run:
         """
         from lightrft.api.calls import call
 
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str) or is_chat(prompts)
+        asked = [prompts] if is_one else list(prompts)
+        for one in [prompts] if isinstance(prompts, Mapping) else asked:
+            if not isinstance(one, str) and not is_chat(one):
+                raise ConfigError(
+                    f"a prompt is a text or a list of messages, and not of type {type(one).__name__}"
+                )
+        if not asked:
+            return []
         own = self.config
         data = {key: value for key, value in own["data"].items() if key in DataConfig.model_fields}
         unread = ("columns", "judgement", "shuffle", "bad_rows")
@@ -226,7 +299,7 @@ class Run:
             base |= {"model": {"path": str(self.model)}, "output": str(output), "run": own_run}
             call("generate", base, **settings)
             found = [str(row["response"]) for row in json_lines(output)]
-        return found[0] if isinstance(prompts, str) else found
+        return found[0] if is_one else found
 
     def resume(self, **settings: Any) -> Run:
         """Go on from the newest checkpoint of the run, and return the run.

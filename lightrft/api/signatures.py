@@ -12,6 +12,7 @@ from typing import Any
 from lightrft.config.base import Settings, descriptions, has_setting
 from lightrft.config.texts.python_form import SHORT
 from lightrft.observability.events import EVENTS, OF_ROLLOUTS, RolloutsEvent
+from lightrft.utils.errors import ConfigError
 
 _TYPES = {"rewards": "Any", "data": "Data", "steps": "int", "epochs": "int", "lr": "float"}
 """Types of short keywords. The others are text."""
@@ -57,6 +58,30 @@ def sign(
             break_on_hyphens=False,
         )
     function.__doc__ = "\n".join(lines)
+
+
+def check_call(name: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Raise ``ConfigError`` for a function that cannot be called as a run calls it.
+
+    Args:
+        name: Name of the function in messages.
+        function: The function.
+        arguments: Names of the arguments that it gets.
+    """
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.iscoroutinefunction(called):
+        raise ConfigError(f"{name} is async, and a run does not wait for it; give a plain function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} is called as function({', '.join(arguments)}), but its signature is "
+            f"{signature}: {error}"
+        ) from None
 
 
 def short_names(classes: Sequence[type[Settings]]) -> dict[str, str]:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightrft.api.run import folder_of
 from lightrft.cli.arguments import is_word, settings_of
-from lightrft.cli.report import folder_of
 from lightrft.config.config_tools import CompareConfig
 from lightrft.utils.atomic_files import disk_errors, write_json
 from lightrft.utils.errors import ConfigError

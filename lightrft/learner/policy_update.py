@@ -251,6 +251,11 @@ class Objective:
                 f"the loss function returned {found}; return the loss of each token, "
                 f"{list(logprobs.shape)}, and leave their mean to algorithm.aggregation"
             )
+        if not losses.requires_grad and logprobs.requires_grad:
+            raise ConfigError(
+                "the loss function returned a loss without gradient; compute it from its first "
+                "argument, the log-probs, without detach() and no_grad()"
+            )
         return losses
 
     def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:

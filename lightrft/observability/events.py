@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, HintedAttributes, HintedRow
 
 CHANGES = "changes.jsonl"
 """File of a run folder: the changed settings, one line each."""
@@ -54,8 +54,17 @@ class Requests:
         self.changes = {}
 
 
+class _Settings(HintedRow):
+    """Settings that a callback reads."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"settings are read; to change one, call event.change({name!r}, {value!r})"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunEvent:
+class RunEvent(HintedAttributes):
     """An event of a run.
 
     Attributes:
@@ -72,11 +81,16 @@ class RunEvent:
     """The keyword of its callback."""
     actions: ClassVar[tuple[str, ...]]
     """The methods that this event allows."""
+    meant: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("step", "global_step", "epoch"), "did you mean 'number'?"),
+        **dict.fromkeys(("logs", "loss", "reward"), "did you mean 'metrics' of on_step?"),
+        "rollouts": "on_rollouts has them",
+    }
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The current value of each setting that may change, by name."""
-        return self.requests.settings()
+        return _Settings(self.requests.settings())
 
     def stop(self) -> None:
         """Stop the run after this step. It writes a checkpoint, and can be resumed."""

@@ -543,6 +543,10 @@ def _clear(path: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
+_LOCKED: dict[int, Path] = {}
+"""Folders that this process has locked, by file descriptor."""
+
+
 def take_lock(path: Path) -> int | None:
     """Lock the folder against other processes, where the system supports it.
 
@@ -553,6 +557,11 @@ def take_lock(path: Path) -> int | None:
         import fcntl
     except ImportError:  # not on Windows
         return None
+    # A lock of the system does not keep the same process out, and ends when it closes the file.
+    if path.resolve() in _LOCKED.values():
+        raise ConfigError(
+            f"{path} is in use by a run of this process; let it end first, or choose another name"
+        )
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # Unlike ``flock``, this lock is not inherited by a forked worker that outlives the run.
@@ -566,10 +575,12 @@ def take_lock(path: Path) -> int | None:
     # The process id is only for the message. The lock itself is what counts.
     os.truncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
+    _LOCKED[handle] = path.resolve()
     return handle
 
 
 def release_lock(lock: int | None) -> None:
     """Release a lock of ``take_lock``."""
     if lock is not None:
+        _LOCKED.pop(lock, None)
         os.close(lock)

@@ -45,7 +45,7 @@ from lightrft.strategy.checkpoint import (
 from lightrft.trainer.hub_pushes import HubPushes
 from lightrft.trainer.run_summary import headline, samples
 from lightrft.utils.atomic_files import write_atomic
-from lightrft.utils.errors import LostRankError, RankError, UserError, without_overwrite
+from lightrft.utils.errors import HintedRow, LostRankError, RankError, UserError, without_overwrite
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.state_io import State
 from lightrft.utils.stop_signal import StopFlag
@@ -242,6 +242,8 @@ class RunSession:
             number: Number of completed steps.
             fields: Further fields of the event.
         """
+        if "metrics" in fields:
+            fields["metrics"] = HintedRow(fields["metrics"])
         self.observer.event(
             event(number=number, phase=self.phase, requests=self.requests, **fields)
         )

@@ -10,6 +10,7 @@ from typing import Any
 from lightrft.types.rollouts import Prompt
 from lightrft.types.tensors import HostCopy, Media, Ragged, rows_of
 from lightrft.utils.device_transfer import to_device
+from lightrft.utils.errors import ConfigError, did_you_mean
 from lightrft.utils.lazy_imports import Tensor, torch
 
 GOLD = -1
@@ -315,7 +316,28 @@ class Batch:
         return filled
 
     def replace(self, **columns: Tensor | None) -> Batch:
-        """Return a copy with other columns; the tensors are shared."""
+        """Return a copy with other columns; the tensors are shared.
+
+        Raises:
+            ConfigError: There is no such column, or it has another number of rows.
+        """
+        known = {one.name: one.metadata.get("axis") for one in dataclasses.fields(self)}
+        for name, column in columns.items():
+            if name not in known:
+                raise ConfigError(f"a batch has no column {name!r}{did_you_mean(name, known)}")
+            if column is None or known[name] is None:
+                continue
+            size = self.tokens if known[name] == "token" else len(self)
+            shape = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+            if shape[:1] != [size]:
+                of = "token" if known[name] == "token" else "response"
+                more = (
+                    "; repeat_interleave(batch.lengths) gives each token the number of its response"
+                )
+                raise ConfigError(
+                    f"{name} = {shape}: it has one number for each {of}, [{size}]"
+                    f"{more if shape == [len(self)] else ''}"
+                )
         return dataclasses.replace(self, **columns)
 
     def select(self, index: Tensor) -> Batch:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 RESUMES = "The same command resumes from the last checkpoint, or starts over if there is none"
 """What to do about an error that ends a run in the middle."""
@@ -145,6 +146,39 @@ def closest(word: str, known: Iterable[str]) -> str:
     by_letters = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_letters, n=1)
     return by_letters[near[0]] if near else ""
+
+
+class HintedAttributes:
+    """An object that answers an attribute which it does not have with the one that is meant."""
+
+    __slots__ = ()
+    meant: ClassVar[Mapping[str, str]] = {}
+    """Names of other frameworks, with what they are here."""
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if not name.startswith("_"):
+            known = [one for one in dir(type(self)) if not one.startswith("_") and one != "meant"]
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+        if name in self.meant:
+            hint = f"; {self.meant[name]}"
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self
+        )
+
+
+class UnknownName(UserError, KeyError):
+    """A key is not in a table that the program reads."""
+
+    __str__ = Exception.__str__
+
+
+class HintedRow(dict[str, Any]):
+    """A table that answers a key which it does not have with the nearest ones."""
+
+    def __missing__(self, key: str) -> Any:
+        near = [name for name in self if str(key) in name][:3] or [closest(str(key), self)]
+        raise UnknownName(f"there is no {key!r}; did you mean {' or '.join(map(repr, near))}?")
 
 
 def first_line(error: BaseException) -> str:

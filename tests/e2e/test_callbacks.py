@@ -185,7 +185,7 @@ def test_what_an_event_or_a_run_cannot_do_is_refused_by_name(rl, model, tmp_path
             "eval": {},
         },
         "on_eval is never called: there is nothing to measure": {"on_eval": print, "eval": {}},
-        "on_step = 3 is no function": {"on_step": 3},
+        "on_step is of type int, not a function": {"on_step": 3},
     }
     for number, (message, given) in enumerate(refused.items()):
         with pytest.raises(ConfigError, match=message):
@@ -280,7 +280,7 @@ def test_a_loop_of_the_program_calls_callbacks_too(model, tmp_path):
         rate = policy.config.optimizer.lr
     step = lambda n: [("on_rollouts", n), ("on_step", n), ("on_checkpoint", n)]  # noqa: E731
     assert seen == [("on_start", 0), *step(1), *step(2), ("on_end", 2)] and rate == 2e-3
-    with pytest.raises(ConfigError, match="on_step = 3 is no function"):
+    with pytest.raises(ConfigError, match="on_step is of type int, not a function"):
         lightrft.Policy(**given, on_step=3)
 
 

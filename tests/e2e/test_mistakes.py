@@ -102,14 +102,17 @@ def words(typed: str) -> list[str]:
 
 
 def program(capsys, lines: str) -> tuple[int, str]:
-    """Run lines of Python after ``START``. Return 2 after an error of ours, and what was said."""
+    """Run lines of Python after ``START``. Return 2 after an error, and what was said.
+
+    An attribute that an object of ours does not have is an ``AttributeError``, as Python has it.
+    """
     names: dict[str, Any] = {"__name__": "__main__"}
     status, last = 0, ""
     try:
         exec(compile(f"{START}{lines}", "<notebook>", "exec"), names)
-    except UserError as error:
-        status, last = 2, f"{type(error).__module__}.{type(error).__qualname__}: {error}"
-    return status, f"{capsys.readouterr().err}{names.get('run', '')}{last}"
+    except (UserError, AttributeError) as error:
+        status, last = 2, f"{type(error).__qualname__}: {error}"
+    return status, f"{capsys.readouterr().err}lightrft: {last or names.get('run')}"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.id for mistake in MISTAKES])

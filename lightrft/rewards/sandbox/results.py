@@ -41,8 +41,7 @@ def number_of(value: object) -> float:
     if not isinstance(value, SupportsFloat) or (shape is not None and not is_scalar_array):
         of_shape = "" if shape is None else f" of shape {tuple(shape)}"
         problem = f"returned {type(value).__name__}{of_shape}, not a number"
-        hint = "; end each way through it by return and a number" if value is None else ""
-        raise InvalidReward(f"{problem}{hint}")
+        raise InvalidReward(f"{problem}{_CURES.get(type(value).__name__, '')}")
     try:
         number = float(value)
     # Of a formula with a variable, and of a signaling NaN.
@@ -54,6 +53,15 @@ def number_of(value: object) -> float:
     if not math.isfinite(number):
         raise InvalidReward(f"returned {number}")
     return number
+
+
+_CURES = {
+    "NoneType": "; end each way through it by return and a number",
+    "coroutine": "; await it, in a function that is async",
+    "generator": "; write return in place of yield",
+    "list": "; for several responses at once, name its parameter rollouts",
+}
+"""Advice by the type of a value that is no reward."""
 
 
 def terms_of(result: object) -> dict[str, float]:

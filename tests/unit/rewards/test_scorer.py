@@ -105,7 +105,11 @@ def overdue(monkeypatch, tmp_path):
             "(plain)",
             "value",
         ),
-        ("list", "returned list, not a number (plain)", "value"),
+        (
+            "list",
+            "returned list, not a number; for several responses at once, name its parameter rollouts (plain)",
+            "value",
+        ),
         ("huge", "returned an integer too large for a float (plain)", "value"),
         ("dict", "returned an empty dict (plain)", "value"),
     ],
