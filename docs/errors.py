@@ -80,7 +80,8 @@ def answer(mistake: Mistake, said: str, folder: Path) -> str:
     if mistake.status == 0:
         return "\n".join(line for line in about[:1] if line.startswith("WARNING"))
     before = about[:1] if about and about[0] not in lines[last:] else []
-    return "\n".join([*before, *lines[last:]]).strip()
+    told = "\n".join([*before, *lines[last:]]).strip()
+    return told.removeprefix("lightrft: ")  # of Python, whose errors name no verb
 
 
 def alike(recorded: str, said: str) -> bool:
@@ -145,7 +146,7 @@ def entry(mistake: Mistake, said: str) -> Iterator[str]:
             "```",
             "",
         )
-        yield from ("```text", *wrapped(said.removeprefix("lightrft: ")), "```", "")
+        yield from ("```text", *wrapped(said), "```", "")
         return
     verb, words = parts_of(mistake)
     yield from (f"### `{words if verb.endswith('+') else command(mistake)}`", "", "```text")
