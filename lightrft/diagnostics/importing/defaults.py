@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from lightrft.config.other_names.conversions import number, processes_in
 
 Options = Mapping[str, Any]
 
@@ -14,12 +17,17 @@ def _floor(schedule: str, usual: str) -> Callable[[Options], Any]:
 
 
 def _alpha(given: Options) -> float:
-    return 2 * float(given.get("lora_rank") or 8)
+    return 2.0 * (number(given, "lora_rank", default=8) or 8)
 
 
 def _swift_rate(given: Options) -> float:
     kind = str(given.get("tuner_type") or given.get("train_type") or "lora")
     return 1e-5 if kind == "full" else 1e-4
+
+
+def _swift_accumulation(given: Options) -> int:
+    rows = number(given, "per_device_train_batch_size") * (processes_in(given) or 1)
+    return max(1, math.ceil(16 / max(rows, 1)))
 
 
 _TRAINER = {
@@ -42,6 +50,7 @@ _LLAMA = {
 _SWIFT = {
     **_TRAINER,
     "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": _swift_accumulation,
     "gradient_checkpointing": True,
     "learning_rate": _swift_rate,
     "lr_scheduler_type": "cosine",
@@ -126,6 +135,10 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("ms-swift", "dpo"): {**_SWIFT, "beta": 0.1},
     ("ms-swift", "kto"): {**_SWIFT, "beta": 0.1},
     ("ms-swift", "rm"): _SWIFT,
+    ("ms-swift", "rl"): {
+        name: _SWIFT[name]
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    },
 }
 """Options that a config leaves out, by framework and verb.
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lightrft.config.other_names.lookup import options_in
+from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.utils.atomic_files import nearest_name
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import parse_yaml
@@ -79,13 +80,37 @@ class Foreign:
 
     def framework(self) -> str:
         """Return the key of the framework, or "" if no option tells it."""
-        for name, word in COMMANDS:
-            if re.search(rf"(?<![\w-]){re.escape(word)}", self.command):
-                return name
+        if self._commands():
+            return self._commands()[0]
         for name, marks in MARKS:
             if self._has(marks):
                 return name
         return ""
+
+    def check_framework(self, framework: str) -> None:
+        """Raise ``ConfigError`` if another framework than the named one fits clearly better."""
+        own = {name: self._signs(name) for name in FRAMEWORKS}
+        best = max(own, key=lambda name: len(own[name]))
+        if len(own[best]) > max(1, 2 * len(own[framework])):
+            given = f", and {', '.join(own[framework])} of it" if own[framework] else ""
+            raise ConfigError(
+                f"framework = {framework!r}: {', '.join(own[best][:4])} are of {FRAMEWORKS[best]}"
+                f"{given}; give --from {best}, or leave --from out"
+            )
+
+    def _signs(self, framework: str) -> list[str]:
+        """Return the options that a framework alone has; its command counts as two."""
+        marks = "|".join(f"({marks})" for name, marks in MARKS if name == framework)
+        found = ["its command"] * 2 if framework in self._commands() else []
+        return [*(name for name in self.options if re.fullmatch(marks, name)), *found]
+
+    def _commands(self) -> list[str]:
+        """Return the frameworks whose commands the command has."""
+        return [
+            name
+            for name, word in COMMANDS
+            if re.search(rf"(?<![\w-]){re.escape(word)}", self.command)
+        ]
 
     def verb(self) -> str:
         """Return the verb here that trains in the same way."""

@@ -75,7 +75,8 @@ def run_import(config: ImportConfig) -> Imported:
     """Translate a file, and write the result if ``config.output`` names a file.
 
     Raises:
-        ConfigError: The file cannot be read, its framework is not known, or the output exists.
+        ConfigError: The file cannot be read, its framework is not known or not the named one, or
+            the output exists.
     """
     if not config.path:
         raise ConfigError("path is empty; name a file: lightrft import-config FILE")
@@ -86,6 +87,8 @@ def run_import(config: ImportConfig) -> Imported:
             f"path = {config.path!r}: no option tells its framework; set framework to one of "
             f"{', '.join(FRAMEWORKS)} (--from {next(iter(FRAMEWORKS))})"
         )
+    if config.framework != "auto":
+        foreign.check_framework(framework)
     verb = foreign.verb() if config.verb == "auto" else config.verb
     imported = translate(foreign, framework, verb, config.processes)
     if config.output is not None:
@@ -130,14 +133,18 @@ def collect(foreign: Foreign, framework: str, verb: str, processes: int | None =
     if processes is not None:
         given["num_processes"] = processes
     rows = {name: _row(name, framework, exists) for name in given}
-    targets = {setting_of(row, exists) for row in rows.values() if row is not None}
+    # A factor, such as the steps of accumulation, leaves the default of another factor in place.
+    whole = [row for row in rows.values() if row is not None and row.convert is not counted]
+    targets = {setting_of(row, exists) for row in whole}
     added = {}
     for name, value in DEFAULTS.get((framework, verb), {}).items():
         row = _row(name, framework, exists)
         here = setting_of(row, exists) if row is not None else ""
         is_epochs = here == "train.epochs" and "train.steps" in targets
         default = value(given) if callable(value) else value
-        if here not in targets and not is_epochs and default is not None:
+        is_factor = row is not None and row.convert is counted
+        is_left_out = name not in given and (is_factor or here not in targets)
+        if is_left_out and not is_epochs and default is not None:
             added[name] = default
             rows[name] = row
     options = {**added, **given}
@@ -213,6 +220,8 @@ def _translate(
     if not settings and not is_default and row.convert is not counted:
         result.left.append(f"{shown}: nothing to set for {here}{note}")
     origin = f"default of {FRAMEWORKS[result.framework]}: {shown}" if is_default else shown
+    if is_default and row.convert is counted:
+        result.comments.setdefault(here, []).append(origin)
     for one, part in settings.items():
         changed = part != value or row.note
         _set(result, one, part, [f"{origin}{note}" if changed or is_default else name])

@@ -409,6 +409,12 @@ def test_the_keys_of_accounts_are_left_out_of_comments(tmp_path: Path) -> None:
         ("ms-swift", {}, {"model.lora.rank": 8, "optimizer.lr": 1e-4}),
         ("ms-swift", {"train_type": "full"}, {"model.lora.rank": None, "optimizer.lr": 1e-5}),
         ("ms-swift", {}, {"optimizer.weight_decay": 0.1, "optimizer.betas": [0.9, 0.95]}),
+        ("ms-swift", {}, {"batch_size": 16}),
+        ("ms-swift", {"per_device_train_batch_size": 3}, {"batch_size": 3 * 6}),
+        ("ms-swift", {"per_device_train_batch_size": 2, "nproc_per_node": 4}, {"batch_size": 16}),
+        ("ms-swift", {"per_device_train_batch_size": 4, "num_processes": 8}, {"batch_size": 32}),
+        ("ms-swift", {"gradient_accumulation_steps": 2}, {"batch_size": 2}),
+        ("trl", {"gradient_accumulation_steps": 2}, {"batch_size": 16}),
     ],
 )
 def test_defaults_that_change_what_is_learned_are_written(
@@ -416,6 +422,39 @@ def test_defaults_that_change_what_is_learned_are_written(
 ) -> None:
     tree = collect(Foreign({"model": "q", **options}), framework, "sft").tree
     assert {name: tree.get(name) for name in expected} == expected
+
+
+def test_a_default_that_multiplies_the_batch_is_named_at_it() -> None:
+    text = collect(Foreign({"per_device_train_batch_size": 4}), "ms-swift", "sft", 2).text()
+    assert (
+        "# default of ms-swift: gradient_accumulation_steps = 2\n"
+        in text.partition("batch_size: 16")[0]
+    )
+    tree = collect(Foreign({"rlhf_type": "grpo", "num_generations": 4}), "ms-swift", "rl").tree
+    assert tree["rollout.prompts_per_step"] == 4
+
+
+@pytest.mark.parametrize("other", FRAMEWORKS)
+def test_a_config_that_is_clearly_of_another_framework_is_refused_with_its_name(
+    example: tuple[str, Path, str], other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    framework, path, _ = example
+    status = main(["import-config", str(path), "--from", other])
+    err = capsys.readouterr().err
+    if other == framework:
+        assert status == 0, err
+    elif {other, framework} != {"openrlhf", "lightrft"}:  # one began as the other
+        assert status == 2 and f"give --from {framework}" in " ".join(err.split())
+
+
+def test_a_file_with_names_of_several_frameworks_is_read_as_the_named_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model_name_or_path: a\nnum_generations: 4\nrlhf_type: grpo\n")
+    for framework in ("trl", "ms-swift"):
+        assert main(["import-config", str(path), "--from", framework]) == 0
+    assert "ms-swift" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
