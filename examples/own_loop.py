@@ -32,16 +32,17 @@ def clipped(logprobs, batch):
     return -torch.minimum(ratio * batch.advantages, bounded * batch.advantages)
 
 
-with lightrft.Policy(
-    model=(tiny_model("llama"), tiny_tokenizer()),
-    data=rows,
-    rewards=[digits],
-    steps=20,
-    optimizer={"lr": 1e-3},
-    rollout={"prompts_per_step": 8, "group_size": GROUP},
-    sampling={"max_new_tokens": 8},
-    run={"name": "own_loop", "overwrite": True},
-) as policy:
+settings = {
+    "model": (tiny_model("llama"), tiny_tokenizer()),
+    "data": rows,
+    "rewards": [digits],
+    "steps": 20,
+    "optimizer": {"lr": 1e-3},
+    "rollout": {"prompts_per_step": 8, "group_size": GROUP},
+    "sampling": {"max_new_tokens": 8},
+    "run": {"name": "own_loop", "overwrite": True},
+}
+with lightrft.Policy(**settings) as policy:
     for _ in policy:
         groups = policy.score(policy.sample(policy.prompts()))
         batch = policy.batch(groups)

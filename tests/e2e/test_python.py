@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import lightrft
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import ConfigError, DataError, RewardError
 from tests.e2e.command import command
+from tests.e2e.finished import steady, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
@@ -102,10 +103,11 @@ def test_the_command_line_gives_bit_for_bit_the_same_numbers(rl, tmp_path, capsy
     file = run.path / "config.yaml"
     assert command(capsys, "rl", file, "run.name=shell").status == 0
     other = lightrft.Run(tmp_path / "shell")
-    for name in ("policy/loss", "policy/grad_norm", "reward/mean", "response/length"):
-        assert list(other.metrics[name]) == list(run.metrics[name])
-    weights = [load_file(one.model / "model.safetensors") for one in (run, other)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    rows = [read_rows(one.path / "metrics.jsonl") for one in (run, other)]
+    assert list(map(steady, rows[0])) == list(map(steady, rows[1])) and len(rows[0]) == 2
+    own, same = weights(run.path), weights(other.path)
+    assert own.keys() == same.keys()
+    assert all(torch.equal(own[name], same[name]) for name in own)
 
 
 def test_the_settings_of_a_finished_run_are_read_from_its_folder(rl):
