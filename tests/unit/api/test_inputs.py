@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.api.calls import read
 from lightrft.api.inputs import is_rows, plain
 from lightrft.config.base import load_settings
+from lightrft.config.model import MergeConfig
 from lightrft.config.strategy import OptimizerConfig
 from lightrft.config.verbs import EvaluateConfig, RLConfig, SFTConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -113,6 +115,20 @@ def test_images_in_rows_are_written_as_they_are(tmp_path, as_dataset):
 def test_what_is_no_rows_is_refused_with_the_name_of_the_setting(tmp_path, rows, words):
     with pytest.raises(ConfigError, match=f"^data.*: .*{words}"):
         rl(tmp_path, data=rows)
+
+
+def test_an_iterator_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightrft.api.inputs.MOST_ROWS", 10)
+    assert len(written(tmp_path, itertools.islice(itertools.cycle(ROWS), 10))) == 10
+    with pytest.raises(ConfigError, match="gave 10 rows, and has more; end it, as by itertools"):
+        rl(tmp_path, data=itertools.cycle(ROWS))
+
+
+def test_models_of_a_merge_are_models_of_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pair = tiny_model("llama", vocab_size=len(tiny_tokenizer())), tiny_tokenizer()
+    config = read(MergeConfig, (), {"models": [pair, {"model": pair}], "output": str(tmp_path)})
+    assert len({one.model for one in config.models}) == 1
 
 
 def test_a_table_of_columns_is_rows_unless_it_is_a_section(tmp_path):
