@@ -131,7 +131,8 @@ def errors_page() -> str:
     used = [m for part in SUBJECTS.values() for m in part if not answers[m.id]]
     programs = [command(m) for m in used if m.typed.startswith(PROMPT)]
     lines += [f"| `{command(m)}` |" for m in used if not m.typed.startswith(PROMPT)]
-    lines += ["", "```python", *"\n\n".join(programs).splitlines(), "```"]
+    for program in programs:
+        lines += ["", "```python", *program.splitlines(), "```"]
     return "\n".join([*lines, ""])
 
 

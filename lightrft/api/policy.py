@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +77,7 @@ class Policy(HintedAttributes):
                 policy.sync()
     """
 
-    meant: ClassVar[Mapping[str, str]] = {
+    _meant: ClassVar[Mapping[str, str]] = {
         "generate": "did you mean 'sample'?",
         **dict.fromkeys(("train", "fit"), "write the loop, or call lightrft.rl"),
         "backward": "update(batch) takes the optimizer steps",
@@ -416,11 +416,9 @@ def _number(name: str, value: int | None, default: int) -> int:
 
 def _as_number(name: str, value: Any) -> float:
     """Return a number of a program, of numpy or of torch as a number."""
-    try:
+    with suppress(TypeError, ValueError, RuntimeError):
         if not isinstance(value, str):
             return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        pass
     raise ConfigError(f"{name} is of type {type(value).__name__}; give one number")
 
 

@@ -100,7 +100,7 @@ class Run(HintedAttributes):
         run.generate("What is 2 + 3?")
     """
 
-    meant: ClassVar[Mapping[str, str]] = {
+    _meant: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("train", "fit"), "the run is trained; resume(steps=...) trains on"),
         **dict.fromkeys(
             ("save_model", "save_pretrained"), "its model is in the folder that 'model' names"

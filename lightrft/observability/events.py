@@ -81,7 +81,7 @@ class RunEvent(HintedAttributes):
     """The keyword of its callback."""
     actions: ClassVar[tuple[str, ...]]
     """The methods that this event allows."""
-    meant: ClassVar[Mapping[str, str]] = {
+    _meant: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("step", "global_step", "epoch"), "did you mean 'number'?"),
         **dict.fromkeys(("logs", "loss", "reward"), "did you mean 'metrics' of on_step?"),
         "rollouts": "on_rollouts has them",

@@ -152,16 +152,16 @@ class HintedAttributes:
     """An object that answers an attribute which it does not have with the one that is meant."""
 
     __slots__ = ()
-    meant: ClassVar[Mapping[str, str]] = {}
+    _meant: ClassVar[Mapping[str, str]] = {}
     """Names of other frameworks, with what they are here."""
 
     def __getattr__(self, name: str) -> Any:
         hint = ""
         if not name.startswith("_"):
-            known = [one for one in dir(type(self)) if not one.startswith("_") and one != "meant"]
+            known = [one for one in dir(type(self)) if not one.startswith("_")]
             hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-        if name in self.meant:
-            hint = f"; {self.meant[name]}"
+        if name in self._meant:
+            hint = f"; {self._meant[name]}"
         raise AttributeError(
             f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self
         )

@@ -7,9 +7,9 @@ lines make it.
 
 from __future__ import annotations
 
-START = """import torch
+START = """import lightrft
+import torch
 from datasets import Dataset, DatasetDict
-import lightrft
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
 model, tokenizer = tiny_model("llama"), tiny_tokenizer()
@@ -33,7 +33,7 @@ SETTINGS = (
     ),
     (
         "trl-args",
-        "from transformers import TrainingArguments\n"
+        "from transformers import TrainingArguments\n\n"
         "args = TrainingArguments(learning_rate=1e-5, per_device_train_batch_size=2)\n"
         'lightrft.sft("sft.yaml", args=args)',
         'learning_rate is optimizer={"lr": ...} here | per_device_train_batch_size is batch_size here',
@@ -45,7 +45,7 @@ SETTINGS = (
     ),
     (
         "trl-peft",
-        'from peft import LoraConfig\nlightrft.rl("grpo.yaml", peft_config=LoraConfig(r=8))',
+        'from peft import LoraConfig\n\nlightrft.rl("grpo.yaml", peft_config=LoraConfig(r=8))',
         'is model={"lora": ...} here: a table, such as {"rank": 16, "alpha": 32.0}',
     ),
     (
@@ -67,7 +67,7 @@ SETTINGS = (
     ("lr-top", 'lightrft.rl("grpo.yaml", learning_rate=1e-5)', 'is optimizer={"lr": ...} here'),
     (
         "output-dir",
-        'from pathlib import Path\nlightrft.rl("grpo.yaml", output_dir=Path("out"))',
+        'from pathlib import Path\n\nlightrft.rl("grpo.yaml", output_dir=Path("out"))',
         'run={"dir": "."}, run={"name": "out"}',
     ),
     (
@@ -96,7 +96,7 @@ SETTINGS = (
     ),
     (
         "trl-callbacks",
-        "from transformers import TrainerCallback\n"
+        "from transformers import TrainerCallback\n\n"
         'lightrft.rl("grpo.yaml", callbacks=[TrainerCallback()])',
         "callbacks is a keyword of other trainers | as on_step=...",
     ),
@@ -112,7 +112,7 @@ SETTINGS = (
 MODELS = (
     (
         "model-class",
-        "from transformers import LlamaForCausalLM\n"
+        "from transformers import LlamaForCausalLM\n\n"
         'lightrft.rl("grpo.yaml", model=LlamaForCausalLM)',
         "model: LlamaForCausalLM is a class; | such as LlamaForCausalLM.from_pretrained(...)",
     ),
@@ -128,7 +128,7 @@ MODELS = (
     ),
     (
         "model-meta",
-        "from transformers import LlamaForCausalLM\n"
+        "from transformers import LlamaForCausalLM\n\n"
         'with torch.device("meta"):\n'
         "    model = LlamaForCausalLM(model.config)\n"
         'lightrft.rl("grpo.yaml", model=(model, tokenizer))',
@@ -136,7 +136,7 @@ MODELS = (
     ),
     (
         "model-quantized",
-        "from torch.ao.quantization import quantize_dynamic\n"
+        "from torch.ao.quantization import quantize_dynamic\n\n"
         "model = quantize_dynamic(model, {torch.nn.Linear})\n"
         'lightrft.rl("grpo.yaml", model=(model, tokenizer))',
         "model: the LlamaForCausalLM cannot be written | without quantization",
@@ -153,7 +153,7 @@ MODELS = (
     ),
     (
         "reward-model",
-        "from transformers import LlamaForSequenceClassification\n"
+        "from transformers import LlamaForSequenceClassification\n\n"
         "judge = LlamaForSequenceClassification(model.config)\n"
         'lightrft.rl("grpo.yaml", rewards=[judge])',
         "rewards[0]: a LlamaForSequenceClassification is a model | reward.models",
@@ -181,7 +181,7 @@ ROWS = (
     ),
     (
         "rows-columns",
-        "import pandas\n"
+        "import pandas\n\n"
         'frame = pandas.DataFrame({"q": ["1+1="], "a": ["2"]})\n'
         'lightrft.rl("grpo.yaml", data=frame)',
         'row 0: no column with a prompt | has: q, a | in data={"columns": {"prompt": ...}}',
@@ -193,7 +193,7 @@ ROWS = (
     ),
     (
         "rows-numpy",
-        'import numpy\nlightrft.rl("grpo.yaml", data=numpy.array(["1+1=", "1+2="]))',
+        'import numpy\n\nlightrft.rl("grpo.yaml", data=numpy.array(["1+1=", "1+2="]))',
         'data: row 0 is of type str_, not a table such as {"prompt"',
     ),
     (
@@ -244,7 +244,7 @@ ROWS = (
     ),
     (
         "rows-decimal",
-        "from decimal import Decimal\n"
+        "from decimal import Decimal\n\n"
         'run = lightrft.rl("grpo.yaml", data=[{"prompt": "1+1=", "label": Decimal(2)}] * 4)',
         DONE,
         0,
@@ -331,7 +331,7 @@ REWARDS = (
     ),
     (
         "reward-numpy",
-        "import numpy\n"
+        "import numpy\n\n"
         'run = lightrft.rl("grpo.yaml", rewards=[lambda r: numpy.float32(sum(r.token_ids) % 7)])',
         DONE,
         0,
@@ -346,7 +346,7 @@ REWARDS = (
 CALLBACKS = (
     (
         "callback-trl",
-        "from transformers import TrainerCallback\n"
+        "from transformers import TrainerCallback\n\n"
         'lightrft.rl("grpo.yaml", on_step=TrainerCallback())',
         "on_step is of type TrainerCallback, not a function; give a function of one event",
     ),
@@ -443,7 +443,7 @@ RUNS = (
     ("run-again", 'run = lightrft.Run(lightrft.Run("demo"))', DONE, 0),
     (
         "run-thread",
-        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from concurrent.futures import ThreadPoolExecutor\n\n"
         "with ThreadPoolExecutor() as pool:\n"
         '    run = pool.submit(lightrft.rl, "grpo.yaml").result()',
         DONE,
