@@ -81,7 +81,8 @@ def answer(mistake: Mistake, said: str, folder: Path) -> str:
         return "\n".join(line for line in about[:1] if line.startswith("WARNING"))
     before = about[:1] if about and about[0] not in lines[last:] else []
     told = "\n".join([*before, *lines[last:]]).strip()
-    return told.removeprefix("lightrft: ")  # of Python, whose errors name no verb
+    # Errors of Python name no verb.
+    return told.removeprefix("lightrft: ") if mistake.typed.startswith(PROMPT) else told
 
 
 def alike(recorded: str, said: str) -> bool:
