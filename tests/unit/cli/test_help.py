@@ -146,7 +146,7 @@ def test_the_help_of_a_section_lists_that_section_alone(capsys: pytest.CaptureFi
         (["rl", "--config", "a.yaml"], "there is no config file a.yaml"),
         (["serve", "--port", "8000"], "port is http.port here"),
         (["sft", "rollout.group_size=3"], "it is a setting of lightrft rl"),
-        (["rl", "optimizer=adamw"], "it is a section; set the settings below it: optimizer.lr"),
+        (["rl", "optimizer=adamw"], "below it, as in optimizer.lr=...: optimizer.lr, "),
         (["rl", "log.wandb=true"], "not true; Weights & Biases project to log to"),
     ],
 )
