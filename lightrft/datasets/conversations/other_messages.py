@@ -132,10 +132,10 @@ def _camel(name: str) -> str:
 
 
 def system_text(value: object) -> object:
-    """Return a system message of text parts, or of glaive, as text; other values unchanged."""
+    """Return a system message of text parts as text; other values unchanged."""
     parts = value.get("parts") if isinstance(value, Mapping) else value
     if not isinstance(parts, list | tuple):
-        return value.removeprefix("SYSTEM:").lstrip() if isinstance(value, str) else value
+        return value
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
     return "\n\n".join(map(str, texts)) if len(texts) == len(parts) else value
 

@@ -456,6 +456,8 @@ def _system(row: Row, columns: Columns, prompt: Raw, where: str) -> list[Message
         kind = type(value).__name__
         problem = f"the system message in column {name!r} must be text, not {kind}"
         raise MalformedRow(f"{where}: {problem}; {_null('system')}")
+    if "chat" in here:  # glaive-function-calling writes the speaker here too
+        value = re.sub(r"\ASYSTEM:\s*", "", value)
     if not isinstance(prompt, str) and is_system(prompt):
         own = prompt[0]["content"]
         if isinstance(own, str) and own.strip() == value.strip():

@@ -122,6 +122,10 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [SYSTEM, *GEMINI_READ],
     ),
     "glaive": ({"chat": GLAIVE, "system": "SYSTEM: Be brief."}, [SYSTEM, *GLAIVE_READ]),
+    "a system message that spells a speaker": (
+        {"prompt": "2+3?", "response": "5", "system": "\nSYSTEM: Be brief."},
+        [{"role": "system", "content": "\nSYSTEM: Be brief."}, *SUM[:2]],
+    ),
     "HelpSteer2": (
         {
             "prompt": "2+3?\n<extra_id_1>Assistant\n5\n<extra_id_1>User\nAnd 4+4?",
