@@ -122,8 +122,8 @@ WORDS = (
     r"\frac{5}{10}",
 )
 TWELVE = (
-    *("12", "12 cm", r"12\text{ cm}", r"12\,\mathrm{cm}", r"12\text{ dollars}", r"\text{Area}=12"),
-    *(r"\text{12 apples}", r"12\text{ red apples}", r"12 \text{ m}^2", r"\text{about }12"),
+    *("12", r"12\text{ dollars}", r"\text{Area}=12", r"\text{12 apples}", r"12\text{ red apples}"),
+    r"\text{about }12",
 )
 MEANINGS: dict[str, set[str]] = {
     **{key: {"1000"} for key in ("1e3", "1000")},
@@ -145,9 +145,11 @@ MEANINGS: dict[str, set[str]] = {
     **{key: {"the product of a, b and c"} for key in ("abc", "cab")},
     "ABC": {"A, B, C"},
     "BCA": {"B, C, A"},
-    # Units do not change a number. Percent may stand for both.
-    **{key: {"12"} for key in TWELVE},
-    **{key: {"12", "0.12"} for key in (r"12\text{ percent}", r"12\%")},
+    # A number without a unit of measure may have any. Percent may stand for both.
+    **{key: {"12 cm", "12 m^2"} for key in TWELVE},
+    **{key: {"12 cm"} for key in ("12 cm", r"12\text{ cm}", r"12\,\mathrm{cm}")},
+    r"12 \text{ m}^2": {"12 m^2"},
+    **{key: {"12 cm", "12 m^2", "0.12"} for key in (r"12\text{ percent}", r"12\%")},
     "0.12": {"0.12"},
     # These words change it.
     **{key: {"144"} for key in (r"12\text{ dozen}", "144")},
