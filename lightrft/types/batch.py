@@ -322,12 +322,13 @@ class Batch:
             ConfigError: There is no such column, or it has another number of rows.
         """
         known = {one.name: one.metadata.get("axis") for one in dataclasses.fields(self)}
+        if odd := next((name for name in columns if name not in known), ""):
+            raise ConfigError(f"a batch has no column {odd!r}{did_you_mean(odd, known)}")
+        made = dataclasses.replace(self, **columns)
         for name, column in columns.items():
-            if name not in known:
-                raise ConfigError(f"a batch has no column {name!r}{did_you_mean(name, known)}")
             if column is None or known[name] is None:
                 continue
-            size = self.tokens if known[name] == "token" else len(self)
+            size = made.tokens if known[name] == "token" else len(made)
             shape = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
             if shape[:1] != [size]:
                 of = "token" if known[name] == "token" else "response"
@@ -336,9 +337,9 @@ class Batch:
                 )
                 raise ConfigError(
                     f"{name} = {shape}: it has one number for each {of}, [{size}]"
-                    f"{more if shape == [len(self)] else ''}"
+                    f"{more if shape == [len(made)] else ''}"
                 )
-        return dataclasses.replace(self, **columns)
+        return made
 
     def select(self, index: Tensor) -> Batch:
         """Return the responses ``index [K]``, in this order, with the prompts that they use."""
