@@ -111,7 +111,8 @@ def model_card(run: Path, model: Path, summary: Mapping[str, Any]) -> str:
     verb, name = str(summary["verb"]), str(tree["run"]["name"])
     config = build(VERBS[verb.split()[-1]].settings_class(), tree)
     data = dict(_data_of(config))
-    if run.match(f"{ROUNDS}/*"):  # trained on the responses that models of lightrft iterate sampled
+    # Trained on the responses that models of lightrft iterate sampled, in a folder of its run.
+    if run.match(f"{ROUNDS}/*") and (run.parents[1] / "config.yaml").is_file():
         tree = _tree_of(run.parents[1])
         name = f"{tree['run']['name']}, {run.parent.name.replace('_', ' ')}"
         prompts = build(IterateConfig, tree).data

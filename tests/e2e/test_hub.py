@@ -159,6 +159,9 @@ def test_the_card_of_a_round_names_the_base_and_the_prompts_of_all_rounds(tmp_pa
     assert ModelCard(card).data.base_model == "some/base"
     assert "\n# pupil, round 02\n" in card and "`some/base`, trained by `lightrft sft`" in card
     assert "* `data`: `tasks.jsonl`" in card and "rows.jsonl" not in card
+    alone = tmp_path / "alone" / "round_01" / "train"  # of a user who names a folder so
+    shutil.copytree(run, alone)
+    assert "\n# train\n" in model_card(alone, alone / "model", {"verb": "sft", "steps": 1})
 
 
 def test_the_card_shows_the_number_and_the_name_of_gpus(trained):
