@@ -284,12 +284,10 @@ def _of_splits(key: str, splits: Mapping[str, Any]) -> ConfigError:
 
 def _check_texts(value: object, key: str) -> None:
     """Raise ``ConfigError`` for prompts in place of rows: texts that name no file."""
-    texts = value if isinstance(value, list | tuple) and value else [None]
-    if not all(isinstance(one, str) for one in texts):
+    texts = value if isinstance(value, list | tuple) else []
+    if not texts or not all(isinstance(one, str) for one in texts):
         return
-    if not any(
-        "/" in one or "." in one or Path(one).exists() for one in texts if isinstance(one, str)
-    ):
+    if not any("/" in one or "." in one or Path(one).exists() for one in texts):
         raise ConfigError(
             f"{key}: {texts[0]!r} names no file, and a row is a table; write "
             '[{"prompt": text} for text in texts]'
