@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from html import escape
@@ -43,6 +43,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 RECIPE = re.compile(r"recipes/smollm2/\w+\.yaml")
 Line = dict[str, Any]
+Lines = Mapping[tuple[str, int], Line]
+"""The results of one machine, by row and seed."""
 PROMPTS = 200
 """Prompts of an eval set."""
 
@@ -280,28 +282,40 @@ def is_current(row: Row, line: Line) -> bool:
     return line["commands"] == list(row.commands) and line["recipes"] == recipes_of(row)
 
 
-def page(lines: Mapping[tuple[str, int], Line], machine: str) -> str:
-    """The results as Markdown."""
-    newest = max(line["date"] for line in lines.values())
-    packages = next(line["versions"] for line in lines.values() if line["date"] == newest)
-    named = ", ".join(f"{name} {number}" for name, number in packages.items())
-    parts = [
-        "# Results on a real model",
-        INTRODUCTION,
-        f"Machine: {machine}. Software: {named}.\nAll minutes contain the start and the evaluations.",
-    ]
+def all_results() -> dict[str, Lines]:
+    """The results of each machine."""
+    files = sorted(RESULTS.glob("smollm2-*.jsonl"))
+    return {file.stem.removeprefix("smollm2-"): lines_of(file) for file in files}
+
+
+def page(results: Mapping[str, Lines]) -> str:
+    """The results of each machine as Markdown."""
+    parts = ["# Results on a real model", INTRODUCTION]
+    parts.append("\n".join(f"* {machine}: {software(lines)}" for machine, lines in results.items()))
+    measured = set()
     for part in PARTS:
-        found = measured_rows(part, lines)
+        found = {machine: measured_rows(part, lines) for machine, lines in results.items()}
+        found = {machine: rows for machine, rows in found.items() if rows}
         if not found:
             continue
         parts += [f"## {part.title}", fill(part.about, 100)]
-        parts.append(f"![Over minutes](../benchmarks/results/{picture_name(part, machine)})")
+        for machine in found:
+            picture_of = f"../benchmarks/results/{picture_name(part, machine)}"
+            parts.append(f"![{machine}]({picture_of})")
         parts.append("\n".join(table(found)))
-        parts += [f"```bash\n{commands_of(part, found)}\n```"]
-    missing = [row.name for part in PARTS for row in part.rows if not seeds_of(row, lines)]
+        names = {name for rows in found.values() for name in rows}
+        parts += [f"```bash\n{commands_of(part, names)}\n```"]
+        measured |= names
+    missing = [name for name in ROWS if name not in measured]
     if missing:
         parts.append(fill(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.", 100))
     return "\n\n".join(parts) + "\n"
+
+
+def software(lines: Lines) -> str:
+    """Return the versions of the newest result."""
+    newest = max(lines.values(), key=lambda line: line["date"])
+    return ", ".join(f"{name} {number}" for name, number in newest["versions"].items())
 
 
 INTRODUCTION = """\
@@ -312,23 +326,27 @@ command takes `run.seed` and `run.dir` too.
 
 The interval of one seed is Wilson's, over the prompts of the eval set. That of several seeds is
 Student's, over the seeds. A row whose interval reaches down to the accuracy before, or to that of a
-guess, is marked *no clear gain*."""
+guess, is marked *no clear gain*.
+
+All minutes contain the start and the evaluations. The machines and their software:"""
 
 
-def seeds_of(row: Row, lines: Mapping[tuple[str, int], Line]) -> list[Line]:
+def seeds_of(row: Row, lines: Lines) -> list[Line]:
     return [line for (name, _), line in sorted(lines.items()) if name == row.name]
 
 
-def measured_rows(part: Part, lines: Mapping[tuple[str, int], Line]) -> dict[str, list[Line]]:
+def measured_rows(part: Part, lines: Lines) -> dict[str, list[Line]]:
     """The rows of a part that have a result, each with its seeds."""
     return {row.name: seeds for row in part.rows if (seeds := seeds_of(row, lines))}
 
 
-def table(found: Mapping[str, Sequence[Line]]) -> Iterator[str]:
-    """Yield the rows of a part."""
-    yield "| row | trained | before | after | 95 % interval | seeds | minutes | processor minutes |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, seeds in found.items():
+def table(found: Mapping[str, Mapping[str, Sequence[Line]]]) -> Iterator[str]:
+    """Yield the rows of a part, of each machine."""
+    columns = "before | after | 95 % interval | seeds | minutes | processor minutes | machine |"
+    yield f"| row | trained | {columns}"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    rows = [(machine, *row) for machine, part in found.items() for row in part.items()]
+    for machine, name, seeds in rows:
         row = ROWS[name]
         curves = [line["curve"] for line in seeds]
         before, after = (statistics.mean(curve[at][2] for curve in curves) for at in (0, -1))
@@ -339,11 +357,11 @@ def table(found: Mapping[str, Sequence[Line]]) -> Iterator[str]:
         processor = statistics.mean(line["processor_minutes"] for line in seeds)
         yield (
             f"| `{name}` | {row.what} | {before:.1%} | {after:.1%}{note} | {low:.1%} to {high:.1%} | "
-            f"{len(seeds)} | {minutes:.1f}{busy} | {processor:.1f} |"
+            f"{len(seeds)} | {minutes:.1f}{busy} | {processor:.1f} | {machine} |"
         )
         if row.also:
             first, last = (statistics.mean(curve[at][3] for curve in curves) for at in (0, -1))
-            yield f"| | its {row.also[1]} | {first:.2f} | {last:.2f} | | | | |"
+            yield f"| | its {row.also[1]} | {first:.2f} | {last:.2f} | | | | | |"
 
 
 def interval(seeds: Sequence[Line]) -> list[float]:
@@ -354,7 +372,7 @@ def interval(seeds: Sequence[Line]) -> list[float]:
     return [found.low, found.high]
 
 
-def commands_of(part: Part, found: Mapping[str, object]) -> str:
+def commands_of(part: Part, found: Container[str]) -> str:
     rows = [row for row in part.rows if row.name in found]
     return "\n".join(
         f"lightrft {command.replace('{runs}', 'runs')}" for row in rows for command in row.commands
@@ -412,18 +430,20 @@ def metric_of(part: Part) -> str:
     return "pair accuracy" if "pair" in part.rows[0].metric else "accuracy"
 
 
-def pictures(lines: Mapping[tuple[str, int], Line], machine: str) -> dict[str, str]:
-    """The picture of each part that has a result, by file name."""
-    found = {part: measured_rows(part, lines) for part in PARTS}
+def pictures(results: Mapping[str, Lines]) -> dict[str, str]:
+    """The picture of each part and machine that have a result, by file name."""
     return {
-        picture_name(part, machine): picture(part, rows) for part, rows in found.items() if rows
+        picture_name(part, machine): picture(part, rows)
+        for machine, lines in results.items()
+        for part in PARTS
+        if (rows := measured_rows(part, lines))
     }
 
 
-def write_report(machine: str) -> None:
-    lines = lines_of(results_file(machine))
-    PAGE.write_text(page(lines, machine), encoding="utf-8")
-    for name, text in pictures(lines, machine).items():
+def write_report() -> None:
+    results = all_results()
+    PAGE.write_text(page(results), encoding="utf-8")
+    for name, text in pictures(results).items():
         (RESULTS / name).write_text(text, encoding="utf-8")
 
 
@@ -452,7 +472,7 @@ def main() -> None:
                 f"{name}, seed {seed}: {start:.3f} -> {end:.3f}, {found['minutes']} minutes",
                 flush=True,
             )
-    write_report(args.machine)
+    write_report()
 
 
 if __name__ == "__main__":
