@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout, ModelConfig
+from lightrft.distributed.equal_calls import EqualCalls
 from lightrft.distributed.process_group import ModelParallelGroup, has_other_processes
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.attention import interface
@@ -22,7 +23,7 @@ from lightrft.models.attention.training_flops import TrainingFlops
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence.token_divergence import AnyTarget, Target, divergence_of
 from lightrft.models.expert_replay import ExpertReplay
-from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.families import decoder_of, family_of, head_transform, unknown_scale
 from lightrft.models.loading.sharded_read import DeferredWeights, build_model
 from lightrft.models.logprobs import (
     head_input,
@@ -118,6 +119,7 @@ class Backbone(nn.Module):
         self._run_towers: bool | None = None
         self._model_parallel_group = ModelParallelGroup(0, 1)
         self._has_reported = False
+        self.equal_calls = EqualCalls()
         self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
         """Most tokens of a row that the run allows, if known. ``check_layout`` tries no more."""
@@ -255,6 +257,7 @@ class Backbone(nn.Module):
             batch.prompt_of,
             every_tower=self.run_towers,
             kept=self.kept_features,
+            equal=self.equal_calls,
         )
         axes = None if seen is None or self.counts_tokens else seen.positions
         routed = self.router_loss is not None and self.router_loss.reads_calls
@@ -649,8 +652,7 @@ class Actor(Backbone):
         if gap > bound:
             raise ModelError(
                 f"model type {kind!r} cannot be scored: its own logits differ from its head's by "
-                f"{gap:.2g} of the largest. It scales or "
-                "caps them in a way that is not known here"
+                f"{gap:.2g} of the largest. {unknown_scale(self.text_config, self.family)}"
             )
 
     def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
@@ -674,11 +676,9 @@ class Actor(Backbone):
         packed = pack(batch, "padded")
         if self.experts is not None:
             self.experts.replay(packed.experts_of(packed.source))
-        gather = packed.gather
-        targets = batch.responses.tokens
+        gather, targets = packed.gather, batch.responses.tokens
         if at is not None:
-            gather = gather[at]
-            targets = targets[at]
+            gather, targets = gather[at], targets[at]
         inputs = own_inputs(self.base, self.family, batch, packed)
 
         def read(states: Tensor) -> Tensor:

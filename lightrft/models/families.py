@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -146,16 +147,20 @@ _OWN_MEDIA = {
     "audioflamingo3": _OWN,
     "exaone4_5": _OWN,
     "fast_vlm": _OWN,
+    "fun_asr_nano": _OWN,
     "gemma3n": derived.Own(forward=derived.GEMMA3N),
     "gemma4": _OWN,
     "glm46v": _OWN,
     "glm4v": _OWN,
     "glm4v_moe": _OWN,
     "glm_ocr": _OWN,
+    "granite_speech": _OWN,
+    "granite_speech_plus": _OWN,
     "glmasr": _OWN,
     "qwen3_asr": _OWN,
     "glmga": _OWN,
     "granite4_vision": derived.Own(deep=True, text="granite"),
+    "hunyuan_vl": derived.Own(text="hunyuan_v1_dense"),
     "hyperclovax_vision_v2": _OWN,
     "idefics2": _OWN,
     "janus": _OWN,
@@ -177,6 +182,8 @@ _OWN_MEDIA = {
     "musicflamingo": derived.Own(forward=derived.SOUNDS),
     "ovis2": derived.Own(featured="visual_indicator_token_ids"),
     "perception_lm": _OWN,
+    "paddleocr_vl": derived.Own(text="ernie4_5"),
+    "phi4_multimodal": derived.Own(forward=derived.PHI4_MULTIMODAL, decoder="model", text="phi3"),
     "paligemma": derived.Own(prefix=True, chat_template=_PALIGEMMA),
     "llama4": derived.Own(decoder="language_model.model", projector="multi_modal_projector"),
     "llava": _OWN,
@@ -286,25 +293,33 @@ FAMILIES: dict[str, Family] = {
         loader="Qwen2_5OmniThinkerForConditionalGeneration",
         reader=audio_towers.OMNI,
     ),
+    "qwen3_omni_moe_thinker": Family(
+        decoder=_LANGUAGE,
+        loader="Qwen3OmniMoeThinkerForConditionalGeneration",
+        reader=audio_towers.OMNI3,
+    ),
 }
 
 
-_TORCHAUDIO = "its processor needs torchaudio, without which no test can prove the family"
 UNREAD: dict[str, str] = {
-    "idefics": "layers of their own attend to pictures, which take no places of placeholders",
-    **dict.fromkeys(("fun_asr_nano", "granite_speech", "granite_speech_plus"), _TORCHAUDIO),
-    **dict.fromkeys(
-        ("hunyuan_vl", "paddleocr_vl"),
-        "log-probs by the positions that its method returns differ from those of its forward",
+    "idefics": (
+        "its processor puts pictures behind the text and not at their marks, and its head has a "
+        "second part for added tokens"
     ),
     "gemma4_unified": (
         "the tokens of a picture attend to each other in all layers of its forward, and in its "
         "generate in layers with a window alone"
     ),
-    "phi4_multimodal": "its model has no method that computes features",
-    "qwen3_omni_moe_thinker": "its positions of sounds and clips together are not read",
     "qwen4_exp": "its embeddings of n-grams are computed from token ids, which placeholders replace",
     "vibevoice_asr": "its forward adds noise to features",
+    "internvl_chat": "transformers reads the folders of OpenGVLab whose names end in -HF or -hf",
+    "multi_modality": "transformers reads the folders of deepseek-community, for Janus too",
+    "ovis": "transformers reads folders of Ovis2 whose names end in -hf",
+    "phi4mm": "transformers reads folders of it whose type is phi4_multimodal",
+    **dict.fromkeys(
+        ("llava_llama", "llava_mistral", "llava_qwen"),
+        "transformers reads the folders of llava-hf",
+    ),
 }
 """Families that read media and cannot be trained here, with the reason."""
 
@@ -361,40 +376,46 @@ def family_of(config: PreTrainedConfig) -> Family:
 
     A family without a row gets the model's own forward in the ``padded`` layout.
     """
-    row = FAMILIES.get(config.model_type, _UNPROVED)
-    if row.own is None:
-        return row
+    row = FAMILIES.get(config.model_type)
+    code = derived.classes_of_code(config) if row is None else None
+    if code is None and (row is None or row.own is None):
+        return row or _UNPROVED
     text = config.get_text_config(decoder=True).model_type
+    if code is not None:
+        return _with_reader(code, "", text)
     near = vars(config.get_text_config()).get("use_bidirectional_attention") == "vision"
-    return _with_reader(config.model_type, text, near=near)
+    return _with_reader(derived.classes_of(config.model_type), config.model_type, text, near=near)
 
 
 @lru_cache
-def _with_reader(model_type: str, text: str, *, near: bool = False) -> Family:
+def _with_reader(
+    classes: derived.Classes, model_type: str, text: str, *, near: bool = False
+) -> Family:
     """Return the row of a family that reads media by its own methods.
 
     Args:
-        model_type: The family.
+        classes: Classes of the family.
+        model_type: Its type. Empty for code of a model folder, about which no facts are known.
         text: Model type of its language model.
         near: Tokens of a picture attend to each other, in layers with a sliding window.
     """
-    row = FAMILIES[model_type]
-    assert row.own is not None
-    reader = derived.reader_of(model_type, row.own)
+    own = FAMILIES[model_type].own if model_type else _OWN
+    assert own is not None
+    reader = derived.reader_of(classes, own)
     if near:
         reader = replace(reader, both_ways="windowed media")
-    of_text = FAMILIES.get(row.own.text or text, _UNPROVED)
+    of_text = FAMILIES.get(own.text or text, _UNPROVED)
     if reader.own_forward is not None:
         of_text = replace(of_text, layout="padded")
-    if row.own.plain_head:
+    if own.plain_head:
         of_text = replace(of_text, multiplier=None, divisor=None)
-    return replace(
-        of_text,
-        decoder=row.own.decoder,
-        loader=derived.loader_of(model_type),
-        reader=reader,
-        own=row.own,
-    )
+    return replace(of_text, decoder=own.decoder, loader=classes.loader, reader=reader, own=own)
+
+
+def check_read(kind: str, where: str) -> None:
+    """Raise ``ModelError`` for a family of ``UNREAD``. The message begins with ``where``."""
+    if kind in UNREAD:
+        raise ModelError(f"{where}: models of type {kind!r} are not supported: {UNREAD[kind]}")
 
 
 def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) -> None:
@@ -414,11 +435,12 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
         if row.refused is not None:
             raise ModelError(f"{where}: models of type {kind!r} are not supported: {row.refused}")
         return
-    if kind in UNREAD:
-        raise ModelError(f"{where}: models of type {kind!r} are not supported: {UNREAD[kind]}")
+    by_code = derived.classes_of_code(config)
+    if by_code is None:
+        check_read(kind, where)
     unknown = f"{where}: the family {kind!r} is not known"
     # a config that holds a text config belongs to a multimodal model
-    if config.get_text_config(decoder=True) is not config:
+    if by_code is None and config.get_text_config(decoder=True) is not config:
         known = ", ".join(name for name, family in FAMILIES.items() if family.reads_media)
         raise ModelError(
             f"{unknown}. It has parts besides a language model, which would be left out. "
@@ -438,7 +460,12 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
 
 
 MEMBERS: tuple[tuple[str, str, Callable[[Any, dict[str, Tensor]], object]], ...] = (
-    ("config.vocab_size", "the number of token ids V", lambda own, _: own.config.vocab_size + 0),
+    (
+        "config.vocab_size",
+        "the number of token ids V",
+        # in the config of its language model, where it has one
+        lambda own, _: own.config.get_text_config(decoder=True).vocab_size + 0,
+    ),
     (
         "get_input_embeddings()",
         "a module with weight [V, H]",
@@ -510,6 +537,23 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
     divisor = _field(config, family.divisor)
     scale = multiplier if divisor is None else 1.0 / divisor
     return _field(config, family.softcap), scale
+
+
+def unknown_scale(text: PreTrainedConfig, family: Family) -> str:
+    """Return why the logits of a model's own forward may differ from those of its head.
+
+    Args:
+        text: Config of its language model.
+        family: Its family.
+    """
+    divisor = _field(text, family.divisor)
+    if divisor in (None, 1):
+        return "It scales or caps them in a way that is not known here"
+    return (
+        f"Its config divides them by {family.divisor} = {divisor}, which the class of transformers "
+        f"{transformers.__version__} may leave out: install a release that reads it, or set it to "
+        "1 in config.json to train what this class computes"
+    )
 
 
 def _field(config: PreTrainedConfig, name: str | None) -> float | None:

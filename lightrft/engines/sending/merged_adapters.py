@@ -1,15 +1,49 @@
-"""Whole weights of a policy with low-rank adapters, for engines that cannot serve its adapters."""
+"""Whole weights of a policy with adapters or 4-bit weights, for engines of the plain model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.config.model import LoRAConfig
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.fingerprint import checksum
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import ORIGINAL, Factor, factor_of, plain_name, saved_name
+
+
+def noted(weights: Iterable[tuple[str, Tensor]], read: Fingerprint) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``weights``, and put the checksum of each into ``read``."""
+    for name, tensor in weights:
+        read[name] = checksum(tensor)
+        yield name, tensor
+
+
+def whole_weights(
+    weights: Iterable[tuple[str, Tensor]], lora: LoRAConfig | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``weights`` as the plain model has them: merged, and not in 4 bits.
+
+    ``lora`` has the settings of their adapters. Raises ``ModelError`` as ``merged`` does.
+    """
+    plain = ((name, dequantized(tensor)) for name, tensor in weights)
+    return plain if lora is None else merged(plain, lora)
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """Return the matrix ``[out, in]`` that the layer of a 4-bit weight multiplies by.
+
+    Other tensors are returned as they are.
+    """
+    quantized: Any = weight
+    if not hasattr(quantized, "quant_state"):
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(quantized.data, quantized.quant_state)
 
 
 def merged(weights: Iterable[tuple[str, Tensor]], lora: LoRAConfig) -> Iterator[tuple[str, Tensor]]:

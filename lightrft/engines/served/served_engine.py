@@ -19,7 +19,6 @@ from lightrft.config.engine import EngineConfig
 from lightrft.config.model import LoRAConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Engine, Fingerprint, never_stop
-from lightrft.engines.fingerprint import checksum
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import (
     check_longest,
@@ -27,7 +26,7 @@ from lightrft.engines.requests import (
     refuse_native_settings,
     response_limit,
 )
-from lightrft.engines.sending.merged_adapters import merged
+from lightrft.engines.sending.merged_adapters import noted, whole_weights
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.served.start_checks import open_client
 from lightrft.engines.stop_strings import StopStrings, end_ids
@@ -258,13 +257,7 @@ class ServedEngine(Engine):
             weights: Parameters of the policy, by name.
             read: Gets the checksum of each of them.
         """
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in chain(self.frozen.items(), weights):
-                read[name] = checksum(tensor)
-                yield name, tensor
-
-        return noted() if self.lora is None else merged(noted(), self.lora)
+        return whole_weights(noted(chain(self.frozen.items(), weights), read), self.lora)
 
     @abstractmethod
     def require_updates(self) -> None:

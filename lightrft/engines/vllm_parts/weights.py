@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightrft.config.model import LoRAConfig
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.fingerprint import checksum
-from lightrft.engines.sending.merged_adapters import merged
+from lightrft.engines.sending.merged_adapters import dequantized, noted, whole_weights
 from lightrft.engines.sending.update_cost import UpdateCost
 from lightrft.engines.vllm_parts.held_adapter import lost_adapter
 from lightrft.engines.vllm_parts.held_weights import HeldWeights
@@ -102,18 +102,11 @@ class VLLMWeights:
             ModelError: vLLM does not hold all that it was sent.
         """
         found: Fingerprint = {}
-
-        def read() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in itertools.chain(self.frozen.items(), weights):
-                found[name] = checksum(tensor)
-                yield name, tensor
-
-        if self._lora is None:
-            self._reload(read())
-        elif not self.serves_adapters:
-            self._reload(merged(read(), self._lora))
-        else:
+        if self.serves_adapters:
             self._load_adapter(weights, version, found)
+        else:
+            given = itertools.chain(self.frozen.items(), weights)
+            self._reload(whole_weights(noted(given, found), self._lora))
         self._held |= found
         return dict(self._held)
 
@@ -144,7 +137,7 @@ class VLLMWeights:
                     adapter[name] = tensor
                 elif name not in self._held:
                     found[name] = checksum(tensor)
-                    yield plain, tensor
+                    yield plain, dequantized(tensor)
 
         base = unknown()
         for first in base:

@@ -35,7 +35,7 @@ PLAN_FAMILIES: frozenset[str] = frozenset(
         ),
         *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio", "qwen2_vl", "qwen2_vl_text"),
         *("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm"),
-        *("granite4_vision_text", "voxtral"),
+        *("granite4_vision_text", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "voxtral"),
     )
 )
 """Model types that decode by an attention plan.

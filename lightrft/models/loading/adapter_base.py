@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,14 @@ from lightrft.config.model import ModelConfig
 from lightrft.utils.atomic_files import looks_like_path
 from lightrft.utils.errors import ModelError, first_line
 from lightrft.utils.peft_folder import ADAPTER_CONFIG, named_base
+
+SWITCHED = (
+    "its adapters act on prompts with sounds alone (has_lora_adapter of its config.json), which no "
+    "batch with other prompts can follow; write the model that hears, by lightrft merge FOLDER "
+    "base_model=COPY output=..., where COPY is the folder without the files of adapters. COPY "
+    "itself is the model that reads text"
+)
+"""Reason and fix for a whole model with adapters that its class switches on and off."""
 
 _WAY_OUT = (
     "set model.base (base_model in lightrft merge) to the folder or name of the model that the "
@@ -50,6 +59,8 @@ def saved_adapters(config: ModelConfig) -> SavedAdapters | None:
         raise ModelError(
             f"{where}: its {ADAPTER_CONFIG} cannot be read ({first_line(error)})"
         ) from error
+    if config.base is None and _has_switched_adapters(file.parent):
+        raise ModelError(f"{where}: {SWITCHED}")
     if not (named or config.base):
         raise ModelError(
             f"{where}: its {ADAPTER_CONFIG} does not name a base model (base_model_name_or_path); "
@@ -61,6 +72,12 @@ def saved_adapters(config: ModelConfig) -> SavedAdapters | None:
     base = config.model_copy(update=own)
     _check_base(base, where, "" if config.base else f"{file}, base_model_name_or_path = {named!r}")
     return SavedAdapters(base, file.parent)
+
+
+def _has_switched_adapters(folder: Path) -> bool:
+    """Return ``True`` if the class of the whole model in ``folder`` switches its adapters."""
+    file = folder / "config.json"
+    return file.is_file() and bool(json.loads(file.read_text("utf-8")).get("has_lora_adapter"))
 
 
 def _check_base(base: ModelConfig, where: str, source: str) -> None:

@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -15,15 +15,17 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.families import check_family, check_members, family_of
-from lightrft.models.loading.adapter_base import base_of, saved_adapters
+from lightrft.models.families import check_family, check_members, check_read, family_of
+from lightrft.models.loading.adapter_base import SWITCHED, base_of, saved_adapters
 from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.gguf_file import write_gguf_as_folder
@@ -38,9 +40,7 @@ from lightrft.models.onednn.layers import use_onednn
 from lightrft.utils.atomic_files import is_gguf, looks_like_path, nearest_name
 from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ModelError, first_line, install_extra
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from lightrft.utils.peft_folder import ADAPTER_CONFIG
 
 _log = logging.getLogger(__name__)
 _PADS = (
@@ -258,11 +258,19 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
         found = AutoConfig.from_pretrained(
             where, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
+        if vars(found).get("has_lora_adapter") and _adapter_file(where, config.revision):
+            raise ModelError(f"model.path = {config.path!r}: {SWITCHED}")
         return getattr(found, "thinker_config", found)
     except BROKEN as error:
-        if Path(where).is_dir():
+        kind = ""
+        with suppress(*BROKEN):
+            fields, _ = PreTrainedConfig.get_config_dict(where, revision=config.revision)
+            kind = str(fields.get("model_type"))
+        check_read(kind, f"model.path = {config.path!r}")
+        is_code = "custom code" in str(error)
+        if Path(where).is_dir() or is_code:
             trust = ""
-            if not config.trust_remote_code and "custom code" in str(error):
+            if is_code and not config.trust_remote_code:
                 trust = "; to run this code, set model.trust_remote_code=true"
             raise ModelError(
                 f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})"
@@ -273,6 +281,12 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
             "there is no folder of that name here, and the model hub did not give it either "
             f"({first_line(error)}). Give a folder, or check the name and the network"
         ) from error
+
+
+def _adapter_file(where: str, revision: str | None) -> str | None:
+    """Return the settings of adapters in the folder or hub name ``where``, or ``None``."""
+    missing: dict[str, bool] = {"_raise_exceptions_for_missing_entries": False}
+    return cached_file(where, ADAPTER_CONFIG, revision=revision or "main", **missing)
 
 
 def _options(
@@ -291,11 +305,12 @@ def _options(
             raise ModelError(f"model.load_in_4bit needs bitsandbytes: {install_extra('quant')}")
         from transformers import BitsAndBytesConfig
 
-        compute = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+        # as the other layers, and as engines that hold the whole weights
+        compute = kind if isinstance(kind, torch.dtype) else model_settings(config).dtype
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_compute_dtype=compute or torch.bfloat16,
             bnb_4bit_use_double_quant=True,
         )
         # bitsandbytes quantises weights as they are loaded, so they are loaded onto the device

@@ -64,6 +64,20 @@ def qwen2_audio_features(frames: int) -> int:
     return ((frames - 1) // 2 + 1) // 2
 
 
+def omni3_features(frames: int, window: int) -> int:
+    """Return the number of features of a clip of ``frames``.
+
+    Three convolutions of stride 2 read pieces of ``2 * window`` frames each.
+
+    Args:
+        frames: Frames of the clip.
+        window: Half of the frames of a piece, of the tower's config.
+    """
+    whole, rest = divmod(frames, 2 * window)
+    # The length of a whole piece is written as a number in the model's class.
+    return 13 * whole + -(-rest // 8)
+
+
 def _clips(
     inputs: dict[str, Tensor],
     window: int,
@@ -223,6 +237,21 @@ def _omni_arranged(
     return _concatenated(clips, own, own)
 
 
+def _omni3_arranged(
+    model: PreTrainedModel,
+    clips: Sequence[Tensor],
+    lengths: Sequence[int] | None,
+    places: Sequence[int] | None,
+) -> dict[str, Tensor]:
+    own = list(lengths or [clip.shape[1] for clip in clips])
+    window = model.config.audio_config.n_window
+    for i, features in enumerate(places or ()):
+        # Without lengths, a clip has no more frames than make its number of features.
+        while omni3_features(own[i], window) > features:
+            own[i] -= 1
+    return _concatenated(clips, own, own)
+
+
 def _omni_video(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
     # Qwen2.5-Omni names this input differently than Qwen2.5-VL
     names = {"second_per_grid_ts": "video_second_per_grid"}
@@ -314,3 +343,16 @@ _OMNI_PARTS = {  # with and without a prefix: older releases of transformers hav
 _OMNI_UNREAD = ("model.audio_tower.audio_bos_eos_token.", "audio_tower.audio_bos_eos_token.")
 _OMNI_MARKS = ("audio_start_token_id", "vision_start_token_id")
 OMNI = ModalityEncoder(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD, marks=_OMNI_MARKS)
+_OMNI3_PARTS = {
+    "tower": ("model.audio_tower.", "model.visual."),
+    "projector": (
+        *("model.audio_tower.proj1.", "model.audio_tower.proj2."),
+        *("model.visual.merger.", "model.visual.merger_list."),
+    ),
+}
+OMNI3 = ModalityEncoder(
+    (*_OMNI[:2], replace(_OMNI[2], arrange=_omni3_arranged)),
+    _omni_positions,
+    _OMNI3_PARTS,
+    marks=_OMNI_MARKS,
+)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mllama.processing_mllama import (
@@ -91,6 +94,66 @@ class Own:
     forward: OwnForward | None = None
 
 
+class Classes(NamedTuple):
+    """The classes of a family.
+
+    Attributes:
+        loader: Name of the transformers class that loads the model.
+        model: Class of the model.
+        inner: Class of the model without its head. ``None`` if it has none of its own.
+        fields: Names of the fields of the config, and with a dot those of its sections.
+    """
+
+    loader: str
+    model: Any
+    inner: Any
+    fields: frozenset[str]
+
+
+@lru_cache
+def classes_of(model_type: str) -> Classes:
+    """Return the classes of ``model_type``, which transformers knows."""
+    loader, config = loader_of(model_type), CONFIG_MAPPING[model_type]
+    fields = set(_fields(config))
+    for section, part in config.sub_configs.items():
+        if dataclasses.is_dataclass(part):
+            fields |= {f"{section}.{name}" for name in _fields(part)}
+    return Classes(loader, getattr(transformers, loader), _inner(model_type), frozenset(fields))
+
+
+def _fields(config: Any) -> set[str]:
+    """Return the names of the fields of a class of configs."""
+    return {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+
+
+_LOADERS = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
+
+
+def classes_of_code(config: PreTrainedConfig) -> Classes | None:
+    """Return the classes of a model folder with code that has methods that compute features.
+
+    ``None`` for other models. The code is run only if ``config`` was made by it, so that the user
+    has allowed it.
+    """
+    if not type(config).__module__.startswith("transformers_modules."):
+        return None
+    named: Mapping[str, str] = vars(config).get("auto_map") or {}
+    loader = next((name for name in _LOADERS if name in named), None)
+    if loader is None:
+        return None
+    model: Any = _code(named[loader], config.name_or_path)
+    if not any(hasattr(model, f"get_{kind}_features") for kind in KINDS):
+        return None
+    sections = config.to_dict()
+    fields = {*sections, *config.attribute_map}
+    for section, part in sections.items():
+        fields |= {f"{section}.{name}" for name in part} if isinstance(part, dict) else set()
+    return Classes(loader, model, None, frozenset(fields))
+
+
+_code = lru_cache(get_class_from_dynamic_module)
+
+
 def loader_of(model_type: str) -> str:
     """Return the name of the transformers class that reads the media of ``model_type``.
 
@@ -106,19 +169,18 @@ def loader_of(model_type: str) -> str:
     )
 
 
-def reader_of(model_type: str, own: Own) -> ModalityEncoder:
-    """Return towers and input rules of ``model_type``, which transformers knows."""
-    model_class = getattr(transformers, loader_of(model_type))
-    inner = _inner(model_type)
-    config: Any = CONFIG_MAPPING[model_type]
+def reader_of(classes: Classes, own: Own) -> ModalityEncoder:
+    """Return towers and input rules of a family."""
+    model_class, inner = classes.model, classes.inner
     towers = []
     given = {} if own.forward is None else own.forward.inputs
     for kind in KINDS:
-        token = _token_field(config, kind)
+        token = _token_field(classes.fields, kind)
         inputs = given.get(kind) if given else _inputs(kind, model_class, inner)
         if token is not None and inputs:
             towers.append(_tower(kind, inputs, token, own))
-    positions = rope_index if hasattr(inner, "get_rope_index") else None
+    has_positions = hasattr(inner or model_class, "get_rope_index")
+    positions = rope_index if has_positions else None
     return ModalityEncoder(
         tuple(towers),
         positions,
@@ -133,7 +195,7 @@ def reader_of(model_type: str, own: Own) -> ModalityEncoder:
 
 _TOWERS = (
     *("vision_tower", "vision_model", "vision_encoder", "visual", "audio_tower", "image_tower"),
-    *("video_tower", "encoder", "vqmodel", "generation_embeddings"),
+    *("video_tower", "encoder", "vqmodel", "generation_embeddings", "embed_tokens_extend"),
     *("high_res_vision_model", "generation_aligner", "generation_head"),
 )
 _PROJECTORS = (
@@ -147,11 +209,17 @@ _PROJECTORS = (
         "visual_embeddings_table",
         "vision_projection",
         "vision_resampler",
+        "vision_tower.patch_merger",
         "image_newline",
         "embed_vision",
         "embed_audio",
         "layerwise_projectors",
         "spatial_projectors",
+        "embed_tokens_extend.image_embed.img_projection",
+        "embed_tokens_extend.image_embed.global_img_feature_extensor",
+        "embed_tokens_extend.image_embed.sub_img_feature_extensor",
+        "embed_tokens_extend.audio_embed.up_proj",
+        "embed_tokens_extend.audio_embed.down_proj",
     ),
 )
 # A class without a head's own module has the parts itself.
@@ -167,10 +235,11 @@ def _inner(model_type: str) -> Any:
     return getattr(transformers, name, None) if isinstance(name, str) else None
 
 
-def _token_field(config: Any, kind: str) -> str | None:
-    fields = {*(field.name for field in dataclasses.fields(config)), *config.attribute_map}
-    for name in (f"{kind}_token_id", f"{kind}_token_index"):
-        if name in fields:
+def _token_field(fields: Collection[str], kind: str) -> str | None:
+    """Return the path of the id of a placeholder, in the config or in that of the tower."""
+    section = "vision_config" if kind == "image" else f"{kind}_config"
+    for prefix, ending in product(("", f"{section}."), ("id", "index")):
+        if (name := f"{prefix}{kind}_token_{ending}") in fields:
             return name
     return None
 
@@ -194,22 +263,32 @@ def _inputs(kind: str, model_class: Any, inner: Any) -> tuple[str, ...]:
 def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
     facts = [name + fact for name in inputs for fact in (SHAPE, AXIS)]
     stored = [*inputs, *facts, places_name(kind)]
+    fills = {} if own.forward is None else own.forward.fills
 
     def adapt(config: PreTrainedConfig, media: dict[str, Tensor]) -> dict[str, object]:
         if kind == "video":
             _refuse_unequal(config, inputs, media)
-        return {name: _joined(name, media) for name in inputs if name in media}
+        return {n: _joined(n, media, fills.get(n, 0)) for n in inputs if n in media}
+
+    def calls(media: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        # Padded frames would get features, so that each clip and sound is computed alone.
+        if kind == "image" or not any(name.endswith(SHAPE) for name in media):
+            return [media]
+        parts: dict[str, Sequence[Tensor]] = {}
+        for name, values in media.items():
+            shaped = name + SHAPE in media
+            parts[name] = values.split(_sizes(name, media) if shaped else 1)
+        return [dict(zip(parts, one)) for one in zip(*parts.values(), strict=True)]
 
     def features(model: PreTrainedModel, media: dict[str, Tensor]) -> Features:
         getter = f"get_{kind}_features"
         owner: Any = model if hasattr(model, getter) else model.base_model
         found, marks = [], None
-        # Padded frames would get features, so that each clip and sound is computed alone.
-        alone = kind != "image" and any(name.endswith(SHAPE) for name in media)
-        given = [name for name in inputs if name in media]
-        parts = [_items(name, media) if alone else [_joined(name, media)] for name in given]
-        for values in zip(*parts, strict=True):
-            keywords: dict[str, object] = dict(zip(given, values))
+        for part in calls(media):
+            keywords: dict[str, object] = {}
+            for name in inputs:
+                if name in part:
+                    keywords[name] = _joined(name, part)
             output = getattr(owner, getter)(
                 **in_dtype(keywords, inputs, model.dtype), return_dict=True
             )
@@ -235,6 +314,7 @@ def _tower(kind: str, inputs: Sequence[str], token: str, own: Own) -> Tower:
         token,
         adapt=adapt,
         compute=deep_features if own.deep else features,
+        calls=calls,
         marks=own.featured,
         type_id=_TYPES[kind],
     )
@@ -255,26 +335,30 @@ def _refuse_unequal(
             )
 
 
-def _joined(name: str, media: dict[str, Tensor]) -> Tensor:
+def _joined(name: str, media: dict[str, Tensor], fill: float = 0) -> Tensor:
     """Return the input ``name`` of all items, as transformers' processors join them."""
     if name + AXIS in media:
         return media[name].movedim(0, int(media[name + AXIS][0]))
-    return padded(_items(name, media)) if name + SHAPE in media else media[name]
+    return padded(_items(name, media), fill) if name + SHAPE in media else media[name]
 
 
 def _items(name: str, media: dict[str, Tensor]) -> list[Tensor]:
     """Return the input ``name`` of each item. Without shapes, each item has one row."""
     if name + SHAPE not in media:
         return list(media[name].split(1))
-    sizes = media[name + SHAPE].tolist()
-    parts = media[name].split([math.prod(size) for size in sizes])
-    return [part.view(size) for part, size in zip(parts, sizes)]
+    parts = media[name].split(_sizes(name, media))
+    return [part.view(size) for part, size in zip(parts, media[name + SHAPE].tolist())]
 
 
-def padded(items: Sequence[Tensor]) -> Tensor:
-    """Return items joined along the first axis, with zeros at the end of each other axis."""
+def _sizes(name: str, media: dict[str, Tensor]) -> list[int]:
+    """Return the number of elements of each item of the input ``name``."""
+    return [math.prod(size) for size in media[name + SHAPE].tolist()]
+
+
+def padded(items: Sequence[Tensor], fill: float = 0) -> Tensor:
+    """Return items joined along the first axis, with ``fill`` at the end of each other axis."""
     widest = [max(sizes) for sizes in zip(*(item.shape[1:] for item in items))]
-    whole = items[0].new_zeros(sum(map(len, items)), *widest)
+    whole = items[0].new_full((sum(map(len, items)), *widest), fill)
     row = 0
     for item in items:
         corner = (slice(row, row + len(item)), *(slice(0, n) for n in item.shape[1:]))
@@ -359,6 +443,15 @@ GEMMA3N = OwnForward(
     {"image": ("pixel_values",), "audio": ("input_features", "input_features_mask")}
 )
 """Towers embed the marks around an item too, and placeholders have embeddings for each layer."""
+
+PHI4_MULTIMODAL = OwnForward(
+    {
+        "image": ("image_pixel_values", "image_sizes", "image_attention_mask"),
+        "audio": ("audio_input_features", "audio_embed_sizes"),
+    },
+    fills={"image_attention_mask": 1},
+)
+"""No method computes features, and those of sounds depend on whether a call has pictures."""
 
 MOLMO2 = OwnForward(
     {"image": ("pixel_values", "image_token_pooling", "image_grids", "image_num_crops")},

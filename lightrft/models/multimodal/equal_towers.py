@@ -29,7 +29,8 @@ def has_constant_towers(model: Backbone) -> bool:
             continue
         if parameter.requires_grad or plain_name(name.removeprefix("model.")) is None:
             return False
-    return not any(_is_random(module) for _, module in _modules(model))
+    # Without ``model.dropout``, all parts stay in evaluation mode.
+    return not (model.config.dropout and any(_has_modes(module) for _, module in _modules(model)))
 
 
 def _modules(model: Backbone) -> Iterator[tuple[str, nn.Module]]:
@@ -39,9 +40,13 @@ def _modules(model: Backbone) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _is_random(module: nn.Module) -> bool:
-    """Return ``True`` if ``module`` may have dropout. transformers' modules keep its rate in an
-    attribute or in their config."""
+def _has_modes(module: nn.Module) -> bool:
+    """Return ``True`` if ``module`` may have dropout, or normalizes by the batch in training.
+
+    transformers' modules keep the rate of dropout in an attribute or in their config.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
     rates: dict[str, Any] = {name: value for name, value in vars(module).items() if "drop" in name}
     if isinstance(module, nn.modules.dropout._DropoutNd):
         rates["p"] = module.p

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
+from lightrft.distributed.equal_calls import EqualCalls
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import AttentionSpans
 from lightrft.models.families import Family
+from lightrft.models.multimodal.blanks import blank_like, check_calls, is_sharded
 from lightrft.models.multimodal.kept_features import KeptFeatures, TowerOutputs
 from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower, in_dtype
 from lightrft.types import Batch, Media, Ragged, Segments
@@ -142,7 +143,8 @@ class MergedInputs:
 
     def _block_of(self, source: Tensor) -> Tensor:
         assert self.blocks is not None
-        return torch.where(source < 0, -1, self.blocks[source.clamp(min=0)])
+        # Padding has the index -1, which is that of the appended entry.
+        return torch.cat([self.blocks, self.blocks.new_full((1,), -1)])[source]
 
 
 def _per_layer(model: PreTrainedModel, ids: Tensor, is_media: Tensor) -> dict[str, object]:
@@ -159,11 +161,6 @@ def _per_layer(model: PreTrainedModel, ids: Tensor, is_media: Tensor) -> dict[st
     ids = torch.where(is_media, text.pad_token_id, ids)
     decoder: Any = model.get_decoder()
     return {"per_layer_inputs": decoder.get_per_layer_inputs(ids)}
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    """Return ``True`` for a parameter of which this process has a part, by FSDP or DeepSpeed."""
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
 def _expert_tokens(model: PreTrainedModel, reader: ModalityEncoder) -> Tensor | None:
@@ -190,6 +187,7 @@ def merge_multimodal_inputs(
     begun: Sequence[int] = (),
     every_tower: bool = False,
     kept: KeptFeatures | None = None,
+    equal: EqualCalls | None = None,
 ) -> MergedInputs | None:
     """Encode the media of ``prompts`` and ``responses``.
 
@@ -206,6 +204,7 @@ def merge_multimodal_inputs(
         every_tower: Run towers without media on a blank, so that all processes of a job make the
             same calls.
         kept: Outputs of the same towers, read and extended. ``None`` runs the towers.
+        equal: Makes the calls of towers equal on ranks that shard weights. ``None`` does not.
 
     Raises:
         ModelError: The family cannot read the media, or placeholders and features differ in number.
@@ -225,7 +224,7 @@ def merge_multimodal_inputs(
     key = None if has_media(responses) else prompts.media_key
     outputs = None if kept is None else kept.get(key)
     if outputs is None:
-        outputs = _run_towers(model, reader, both.media, every_tower)
+        outputs = _run_towers(model, reader, both.media, every_tower, equal or EqualCalls())
         if kept is not None:
             kept.put(key, outputs)
     found: list[Features] = []
@@ -251,7 +250,10 @@ def merge_multimodal_inputs(
                 row[_places(model, tower, both, inside, token)] = placed
                 values.append(mark[None])
                 placed += 1
-    deep = tuple(torch.cat(level) for level in zip(*(features.deep for features in found)))
+    levels = max((len(features.deep) for features in found), default=0)
+    # A kind without features for deeper layers adds nothing to them.
+    each = [f.deep or (torch.zeros_like(f.values),) * levels for f in found]
+    deep = tuple(torch.cat(level) for level in zip(*each, strict=True))
     positions = None
     if reader.positions is not None and found:
         positions = _positions(model, reader, prompts, responses, prompt_of, begun)
@@ -272,20 +274,41 @@ def merge_multimodal_inputs(
 
 
 def _run_towers(
-    model: PreTrainedModel, reader: ModalityEncoder, media: Media, every_tower: bool
+    model: PreTrainedModel,
+    reader: ModalityEncoder,
+    media: Media,
+    every_tower: bool,
+    equal: EqualCalls,
 ) -> TowerOutputs:
     """Compute the features of ``media``, and run towers without media if ``every_tower``."""
     features: dict[str, Features] = {}
     idle: list[Tensor] = []
+    blanks: dict[str, list[dict[str, Tensor]]] = {}
     if every_tower and not reader.has_blanks:
-        idle.append(zero_of_parameters(model, reader))
+        check_calls(model, equal)
+        blanks = equal.missing(_blank_calls(reader, media))
+        if torch.is_grad_enabled():
+            idle.append(zero_of_parameters(model, reader))
         every_tower = False
     for tower in reader.towers:
         if inputs := given(tower, media):
             features[tower.kind] = tower.features(model, inputs)
-        elif every_tower:
-            idle.append(_nothing(model, tower))
+        elif every_tower and tower.blank is not None:
+            blanks[tower.kind] = [tower.blank(model, tower.inputs)]
+        for blank in blanks.get(tower.kind, ()):
+            idle.append(_nothing(model, tower, blank))
     return TowerOutputs(features, torch.stack(idle).sum() if idle else None)
+
+
+def _blank_calls(reader: ModalityEncoder, media: Media) -> dict[str, tuple[int, dict[str, Tensor]]]:
+    """Return the number of calls of each kind of tower, and blank media of one."""
+    calls = {}
+    for tower in reader.towers:
+        if inputs := given(tower, media):
+            parts = tower.calls(inputs)
+            blank = {name: blank_like(name, values) for name, values in parts[0].items()}
+            calls[tower.kind] = len(parts), blank
+    return calls
 
 
 def _check_readable(
@@ -372,18 +395,16 @@ def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
     return {name: media[name].values for name in names if name in media}
 
 
-def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
-    """Return 0, computed from everything that the tower computes on a blank, so that its parameters
-    get zero gradients."""
-    if tower.blank is None:
-        raise ModelError(
-            f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on"
-        )
-    made = tower.blank(model, tower.inputs)
-    blank = {name: value.to(model.device) for name, value in made.items()}
+def _nothing(model: PreTrainedModel, tower: Tower, blank: dict[str, Tensor]) -> Tensor:
+    """Return 0, computed from everything that the tower computes on ``blank``, so that its
+    parameters get zero gradients."""
+    blank = {name: value.to(model.device) for name, value in blank.items()}
     features = tower.features(model, blank)
+    levels = [features.values, *features.deep]
+    if features.marks is not None:
+        levels.append(features.marks)
     # times 0, not detached: the parameters must get a gradient, of 0
-    return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
+    return torch.stack([0 * level.sum() for level in levels]).sum()
 
 
 _MEDIA_EXPERTS = (".vision_moe.", ".moe_statics.")
@@ -394,33 +415,29 @@ def zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tenso
     """Return 0, computed from every trained parameter that text alone does not reach.
 
     Each gets a gradient then: those of the towers, those of experts of media, and all where the
-    model's forward reads media, since it may leave out layers.
+    model's forward reads media, since it may leave out layers. Sharded ones get it by calls on
+    blanks.
 
-    Raises ``ModelError`` if the parameters are sharded, since each process must then run the
-    towers.
+    Raises ``ModelError`` for sharded experts of media, which no blank reaches.
     """
     prefixes = tuple(prefix for part in reader.parts.values() for prefix in part)
     any_name = reader.own_forward is not None
     zero = torch.zeros((), device=model.device)
     for name, parameter in model.named_parameters():
         of_tower = name.startswith(prefixes)
-        is_left_out = of_tower or any_name or any(x in name for x in _MEDIA_EXPERTS)
+        of_experts = any(part in name for part in _MEDIA_EXPERTS)
+        is_left_out = of_tower or any_name or of_experts
         if not parameter.requires_grad or not is_left_out:
             continue
-        if is_sharded(parameter):
-            kind = model.config.model_type
-            if not of_tower:
-                raise ModelError(
-                    f"model type {kind!r}: its experts of media are trained with sharded weights "
-                    "in several processes, of which some may have no media; train it in one process"
-                )
+        if not is_sharded(parameter):
+            # not detached: the parameter must get a gradient, of 0
+            zero = zero + 0 * parameter.sum()
+        elif of_experts:
             raise ModelError(
-                f"model type {kind!r}: its towers are trained with sharded weights in several "
-                "processes, of which some may have no media, and no input is known on which they "
-                'could run there; set model.freeze=["tower", "projector"], or shard no weights'
+                f"model type {model.config.model_type!r}: its experts of media are trained with "
+                "sharded weights in several processes, of which some may have no media; train it "
+                "in one process"
             )
-        # not detached: the parameter must get a gradient, of 0
-        zero = zero + 0 * parameter.sum()
     return zero
 
 
@@ -541,6 +558,8 @@ def _rope(
     """Return the positions ``[axes, n]`` of each run."""
     assert reader.positions is not None
     lengths = runs.lengths.tolist()
+    if reader.alone and len(runs) > 1 and has_media(runs):
+        return _rope_one_by_one(model, reader, runs, inside)
     types = torch.zeros_like(runs.tokens)
     for tower in reader.towers:
         if any(name in runs.media for name in tower.inputs):
@@ -555,6 +574,22 @@ def _rope(
         media |= given(tower, runs.media, hints=True)
     found = reader.positions(model, pad(runs.tokens), pad(types), mask, media)
     return [row[:, :n] for row, n in zip(found.unbind(1), lengths)]
+
+
+def _rope_one_by_one(
+    model: PreTrainedModel, reader: ModalityEncoder, runs: Segments, inside: Tensor
+) -> list[Tensor]:
+    """Return the positions ``[axes, n]`` of each run, as its row alone has them.
+
+    HunYuan-VL counts the pictures of all rows of a call.
+    """
+    found: list[Tensor | None] = []
+    for number, own in enumerate(inside.split(runs.lengths.tolist())):
+        run = runs.select(torch.tensor([number], device=runs.tokens.device))
+        found.append(_rope(model, reader, run, own)[0] if has_media(run) else None)
+    axes = next(len(positions) for positions in found if positions is not None)
+    steps = torch.arange(int(runs.lengths.max()), device=runs.tokens.device).expand(axes, -1)
+    return [steps[:, :n] if row is None else row for row, n in zip(found, runs.lengths.tolist())]
 
 
 def own_inputs(

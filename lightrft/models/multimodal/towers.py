@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,9 @@ Arrange = Callable[
 """Maps ``(model, one array per clip, lengths of the clips, placeholders of each)`` to media by
 name. Lengths and placeholders may be ``None``."""
 
+Calls = Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]
+"""Splits media by name into those of each call of a tower."""
+
 Blank = Callable[[PreTrainedModel, tuple[str, ...]], dict[str, Tensor]]
 """Maps ``(model, names of a tower's inputs)`` to the smallest media that the tower accepts."""
 
@@ -57,7 +61,7 @@ class Tower:
     Attributes:
         kind: ``image``, ``video`` or ``audio``.
         inputs: Names of its media; the first one has the content.
-        token: Config field with the placeholder's id.
+        token: Config field with the placeholder's id, or its path in the config.
         getter: The model's method that computes features from the media that ``adapt`` returns.
         adapt: Maps media to keywords of the model's own forward. By default, these are the media.
         compute: Replaces ``getter`` and ``adapt``, for families without such a method, or whose
@@ -67,6 +71,7 @@ class Tower:
         hints: Names of media that only positions depend on.
         arrange: Builds media from the arrays of transformers' processors, where the two differ.
         blank: Input of a process that has no media while other processes have some.
+        calls: Splits media into those of each call. By default, there is one call.
     """
 
     kind: str
@@ -80,9 +85,10 @@ class Tower:
     hints: tuple[str, ...] = ()
     arrange: Arrange | None = None
     blank: Blank | None = None
+    calls: Calls = lambda media: [media]
 
     def token_id(self, config: PreTrainedConfig) -> int:
-        return getattr(config, self.token)
+        return attrgetter(self.token)(config)
 
     def features(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Features:
         """Return the features of ``inputs``, the values of this tower's media."""
@@ -143,7 +149,7 @@ Keywords = Callable[[PreTrainedConfig, Tensor, dict[str, Any]], dict[str, object
 class OwnForward:
     """Media that only the model's own forward reads, since no features replace embeddings.
 
-    Rows are padded then, and the towers run for each response.
+    Rows are padded then, with one call for each prompt.
 
     Attributes:
         inputs: Names of the media of each kind.
@@ -151,12 +157,14 @@ class OwnForward:
         steps: Keywords whose last place each step of decoding gets.
         indices: Inputs that count the rows of another, over all items of a call. ``keywords``
             counts those of each item from where the item begins.
+        fills: Values of an input beyond the end of an item that is padded, where they are not 0.
     """
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keywords: Keywords = lambda config, ids, given: {}
     steps: tuple[str, ...] = ()
     indices: tuple[str, ...] = ()
+    fills: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,8 @@ class ModalityEncoder:
         unread: Prefixes of parameters that no feature depends on.
         marks: Config fields with the ids of tokens that the model's own forward counts as media.
         has_blanks: Its towers have a ``blank``. Otherwise parameters that a process does not use
-            get zero gradients by themselves, which sharded parameters do not allow.
+            get zero gradients by themselves. Where they are sharded, the blanks have the shapes of
+            another rank's media.
         own_forward: The model's own forward reads the media. ``None``: features replace embeddings.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -81,10 +81,10 @@ def omni(
     settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
-    """Build the parts of Qwen2.5-Omni: clips, pictures and frames.
+    """Build the parts of Qwen2.5-Omni or Qwen3-Omni: clips, pictures and frames.
 
-    Clips have up to the extractor's window. Pictures and frames are as in Qwen2.5-VL. The
-    extractor's window is longer than the pieces of the tower.
+    Clips of Qwen2.5-Omni have up to the extractor's window, which is longer than the pieces of the
+    tower. Pictures and frames are as in Qwen2.5-VL.
 
     Args:
         config: Settings with the folder of the model.
@@ -103,13 +103,14 @@ def omni(
         raise ValueError(f"{made}, the audio tower takes {taken}")
     names = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
     written, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
-    clip = OmniClip(
-        extractor,
-        written,
-        (start, end),
-        audio_towers.qwen2_audio_features,
-        audio_towers.frames_alone,
-    )
+    shared: Any = {"extractor": extractor, "written": written, "around": (start, end)}
+    shared["kept"] = audio_towers.frames_alone
+    if settings.model_type == "qwen3_omni_moe_thinker":
+        window = settings.audio_config.n_window
+        features = partial(audio_towers.omni3_features, window=window)
+        clip = WholeClip(**shared, features=features, windows=None, piece=2 * window)
+    else:
+        clip = OmniClip(**shared, features=audio_towers.qwen2_audio_features)
     return {**qwen.build(config, settings, tokenizer), "audio": clip}
 
 
@@ -207,10 +208,43 @@ class OmniClip(Clip):
     Its extractor's config shares one file with the picture processor's.
     """
 
+    whole: ClassVar[str] = "Qwen2_5OmniProcessor"
+    """Processor of the whole model, since transformers has none for this part."""
+
     def save(self, path: Path) -> None:
         save_beside_pictures(self.extractor, path)
-        # transformers has a processor for the whole model alone.
-        write_settings(path / "processor_config.json", {"processor_class": "Qwen2_5OmniProcessor"})
+        write_settings(path / "processor_config.json", {"processor_class": self.whole})
+
+
+@dataclass(frozen=True)
+class WholeClip(OmniClip):
+    """Clips of any length, whose frames end with the clip: nothing is padded.
+
+    Attributes:
+        piece: Frames that the tower reads at once. It pads the last piece of each clip to the
+            longest piece of a call, and the padding changes features. In clips of at least one
+            piece, the longest is a whole one in each call.
+    """
+
+    piece: int = 1
+    whole: ClassVar[str] = "Qwen3OmniMoeProcessor"
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        frames = self._frames(len(value))
+        options: dict[str, Any] = {"padding": True, "truncation": False, "return_tensors": "pt"}
+        made = self.extractor(value, sampling_rate=self.rate, **options)
+        mels = made["input_features"][0, :, :frames].transpose(0, 1).contiguous()
+        return {"input_features": mels, "feature_lengths": torch.tensor([frames])}
+
+    def _frames(self, samples: int) -> int:
+        hop = self.extractor.hop_length
+        if samples < self.piece * hop:
+            clip = f"a clip of {samples / self.rate:.6g} s at {self.rate} samples a second"
+            raise ValueError(
+                f"{clip}, and the features of a clip of less than {self.piece * hop / self.rate:g} "
+                "s depend on other clips of a call: append silence"
+            )
+        return samples // hop
 
 
 def save_beside_pictures(extractor: WhisperFeatureExtractor, path: Path) -> None:

@@ -26,17 +26,21 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.dynamic_module_utils import (
+    get_class_from_dynamic_module,
+    get_relative_import_files,
+)
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
-from transformers.utils import is_torchvision_available
+from transformers.utils import is_torchaudio_available, is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
 from lightrft.models.loading.processor_files import PROCESSOR_FILES, processor_texts
 from lightrft.models.multimodal.derived import AXIS, SHAPE, padded, places_name
-from lightrft.models.multimodal.towers import Tower
+from lightrft.models.multimodal.towers import OwnForward, Tower
 from lightrft.models.processors.base import (
     Bounds,
     ModalityProcessor,
@@ -85,13 +89,13 @@ def build(
         "audio": _sounds(processor) is not None,
     }
     parts: dict[str, ModalityProcessor] = {}
-    indices = () if reader.own_forward is None else reader.own_forward.indices
+    own_forward = reader.own_forward or OwnForward()
     for tower in reader.towers:
         # A family's own models may lack a tower.
         section = "vision_config" if tower.kind == "image" else f"{tower.kind}_config"
         if readable.get(tower.kind) and vars(settings).get(section, 0) is not None:
             token = token_text(tokenizer, tower.token_id(settings))
-            parts[tower.kind] = _part(processor, tower, token, files, indices)
+            parts[tower.kind] = _part(processor, tower, token, files, own_forward)
     if not parts:
         raise ValueError(f"{type(processor).__name__} reads no kind of media that is known here")
     return parts
@@ -112,16 +116,16 @@ def _load(
     name = fields.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(settings.model_type)
     known: Any = getattr(transformers, name, None) if name else None
     if known is None:
+        known, code = _by_code(config, settings, files)
+        files |= code
+    if known is None:
         raise ValueError(f"transformers {transformers.__version__} has no processor {name!r}")
     names = IMAGE_PROCESSOR_MAPPING_NAMES.get(settings.model_type, {"pil": None})
     # Where there are two, the processor without torchvision gives the numbers of the tests.
     backend = "pil" if "pil" in names else "torchvision"
     needs_torchvision = backend == "torchvision" or not issubclass(known, ProcessorMixin)
     if needs_torchvision and not is_torchvision_available():
-        raise ValueError(
-            f"{name} needs torchvision, which is not installed; install the release that fits "
-            f"torch {torch.__version__}: pip install torchvision"
-        )
+        raise ValueError(_lacks(known.__name__, "torchvision"))
     revision = config.revision or "main"
     given: list[Any] = []
     for part in known.get_attributes():
@@ -151,11 +155,41 @@ def _load(
     return processor, files
 
 
+def _by_code(
+    config: ModelConfig, settings: PreTrainedConfig, files: Mapping[str, str]
+) -> tuple[Any, dict[str, str]]:
+    """Return the class of a processor in the code of the model folder, and the files of this code.
+
+    The class is ``None`` if no file names one, or the user has not allowed the code.
+    """
+    maps = [json.loads(text).get("auto_map") for text in files.values()]
+    maps.append(vars(settings).get("auto_map"))
+    named = [found["AutoProcessor"] for found in maps if found and "AutoProcessor" in found]
+    if not named or not config.trust_remote_code:
+        return None, {}
+    found = get_class_from_dynamic_module(named[0], config.path, revision=config.revision)
+    first = Path(inspect.getfile(found))
+    code = [first, *map(Path, get_relative_import_files(first))]
+    return found, {file.name: file.read_text(encoding="utf-8") for file in code}
+
+
+def _lacks(name: str, package: str) -> str:
+    """Return the error of a processor that needs ``package``, whose release must fit torch."""
+    return (
+        f"{name} needs {package}, which is not installed; install the release that fits "
+        f"torch {torch.__version__}: pip install {package}"
+    )
+
+
 def _extractor(path: str, revision: str, known: Any, settings: PreTrainedConfig) -> Any:
     """Return the processor of sounds, or ``None`` if a model that reads pictures has none."""
     try:
         # A folder of adapters has no config, which names the class where no file does.
         return AutoFeatureExtractor.from_pretrained(path, revision=revision, config=settings)
+    except ImportError as error:
+        if is_torchaudio_available():
+            raise
+        raise ValueError(_lacks(known.__name__, "torchaudio")) from error
     except (OSError, ValueError):
         if "image_processor" in known.get_attributes():
             return None
@@ -257,7 +291,7 @@ def _part(
     tower: Tower,
     token: str,
     files: Mapping[str, str],
-    indices: Sequence[str],
+    own_forward: OwnForward,
 ) -> OwnPart:
     kind = tower.kind
     names = tuple(name for name in tower.inputs if not name.endswith((SHAPE, AXIS)))[:-1]
@@ -277,7 +311,7 @@ def _part(
         token,
         rules,
         files,
-        several=_reads_several(alone, joint, rules, token, indices),
+        several=_reads_several(alone, joint, rules, token, own_forward),
         apart=apart,
         fixed=len({text.count(token) for text, _ in alone}) == 1,
         around=_around(processor.tokenizer, kind, written),
@@ -401,16 +435,19 @@ def _rules(
     differ in shape and are padded.
     """
     rules: dict[str, str | int] = {}
-    for name in names:
-        tensors = [_tensor(made[name]) for made in alone if name in made]
+    found = {name: [_tensor(made[name]) for made in alone if name in made] for name in names}
+    # Tiles and frames: their number depends on the item, and may be equal by chance.
+    tiles = [
+        [t.shape[:2] for t in each] for each in found.values() if any(t.ndim > 4 for t in each)
+    ]
+    for name, tensors in found.items():
         if tensors:
-            # Tiles and frames: their number depends on the item, and may be equal by chance.
-            many = any(t.ndim > 4 for t in tensors)
+            many = tensors[0].ndim > 3 and [t.shape[:2] for t in tensors] in tiles
             same = len({t.shape[1:] for t in tensors}) == 1 and not many
             rules[name] = "rows" if same else "flat"
             if same:
                 continue
-            if joint is None and len({(len(t), *t.shape[2:]) for t in tensors}) == 1:
+            if joint is None and many and len({(len(t), *t.shape[2:]) for t in tensors}) == 1:
                 # The processor pads no tiles.
                 rules[name] = 1
             elif joint is not None:
@@ -418,7 +455,11 @@ def _rules(
                 for axis in range(1, whole.ndim):
                     if _joins(tensors, whole, axis):
                         rules[name] = axis
-    unread = sorted({name for made in alone for name in made} - {*names, *_TEXT})
+    others = {name for made in alone for name in made} - {*names, *_TEXT}
+    # A mask of nothing but padding says nothing about one item.
+    unread = sorted(
+        name for name in others if not all(bool(_tensor(made[name]).all()) for made in alone)
+    )
     if unread:
         raise ValueError(f"{type(processor).__name__} makes {', '.join(unread)}, which are unread")
     return rules
@@ -429,20 +470,17 @@ def _reads_several(
     joint: Outputs | None,
     rules: Mapping[str, str | int],
     token: str,
-    indices: Sequence[str],
+    own_forward: OwnForward,
 ) -> bool:
-    """Return ``True`` if the processor reads items of one prompt as it reads them ``alone``.
-
-    ``indices`` are inputs that count over all items.
-    """
+    """Return ``True`` if the processor reads items of one prompt as it reads them ``alone``."""
     if joint is None or joint[0].count(token) != sum(text.count(token) for text, _ in alone):
         return False
     for name, rule in rules.items():
         parts = [_tensor(made[name]) for _, made in alone]
         whole = _tensor(joint[1][name])
-        if name in indices and len(whole) == sum(map(len, parts)):
+        if name in own_forward.indices and len(whole) == sum(map(len, parts)):
             whole = torch.cat([_from_zero(part) for part in whole.split([len(p) for p in parts])])
-        if not _joins(parts, whole, rule):
+        if not _joins(parts, whole, rule, own_forward.fills.get(name, 0)):
             return False
     return True
 
@@ -452,7 +490,7 @@ def _from_zero(indices: Tensor) -> Tensor:
     return torch.where(indices < 0, indices, indices - indices[indices >= 0].min())
 
 
-def _joins(parts: list[Tensor], whole: Tensor, rule: str | int) -> bool:
+def _joins(parts: list[Tensor], whole: Tensor, rule: str | int, fill: float = 0) -> bool:
     """Return ``True`` if ``whole`` is made of ``parts`` as the model's inputs are."""
     if isinstance(rule, int):
         rest = {(*part.shape[:rule], *part.shape[rule + 1 :]) for part in parts}
@@ -467,7 +505,7 @@ def _joins(parts: list[Tensor], whole: Tensor, rule: str | int) -> bool:
         # The first axis is that of prompts.
         parts, whole = [part.flatten(0, 1) for part in parts], whole[0]
     # The processor may pad beyond the largest part.
-    return torch.equal(padded([*parts, whole[:0]]), whole)
+    return torch.equal(padded([*parts, whole[:0]], fill), whole)
 
 
 def _tensor(value: Any) -> Tensor:

@@ -63,6 +63,12 @@ def build(
     }
     # the video processor of Qwen3 has no limits of these names
     pairs = {name: value for name, value in shared.items() if "_pixels" not in name}
+    # Its class has limits of clips, which replace those of a folder.
+    kinds["qwen3_omni_moe_thinker"] = replace(
+        kinds["qwen2_5_omni_thinker"],
+        processor=_frames({}, {**pairs, "size": _QWEN3_CLIPS["size"]}),
+        frames=PairedFrames(nominal=1.0),
+    )
     newer = Qwen3Video(_frames(_QWEN3_CLIPS, pairs), **clip, marks=marks, frames=FramesWithEnds())
     return {
         "image": QwenImage(processor, image, marks),

@@ -20,6 +20,7 @@ BUILD: dict[str, Build] = {
     "smolvlm": smolvlm.build,
     "idefics3": smolvlm.build,
     "qwen2_5_omni_thinker": audio.omni,
+    "qwen3_omni_moe_thinker": audio.omni,
 }
 
 

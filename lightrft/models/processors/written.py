@@ -33,6 +33,8 @@ def check_processor(
     processor: Processor,
     tokenizer: PreTrainedTokenizerBase,
     start: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> None:
     """Check that a model folder reads media as the processor that was written to it.
 
@@ -46,11 +48,15 @@ def check_processor(
         tokenizer: The tokenizer that was written.
         start: Path or name of the model that the processor was read from. ``None`` leaves
             transformers out: it reads no folder of adapters.
+        trust_remote_code: Run the code of the folder, which is that of the start model.
 
     Raises:
         ModelError: The processor of the folder cannot be read, or reads an item otherwise.
     """
-    found = load_processor(ModelConfig(path=str(folder), unproved_family="allow"), tokenizer)
+    own = ModelConfig(
+        path=str(folder), unproved_family="allow", trust_remote_code=trust_remote_code
+    )
+    found = load_processor(own, tokenizer)
     for kind, part in processor.parts.items():
         again = None if found is None else found.parts.get(kind)
         if again is None:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
 from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.ulysses import Row, SequencePart
+from lightrft.models.families import Family
 from lightrft.models.loading.save_model import Saved, save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.models.logprobs import wide
 from lightrft.models.lora import is_adapted
 from lightrft.models.multimodal.merge_inputs import MergedInputs
-from lightrft.models.reward.end_token import free_token, replaced_embeddings, with_end_tokens
 from lightrft.models.reward.heads import (
     HEADS,
     HeadOutputs,
@@ -42,7 +42,7 @@ from lightrft.models.reward.pooling import (
 )
 from lightrft.models.reward.probed_layer import cut_layers, layer_index, leave_out_norm
 from lightrft.models.reward.saved_form import SavedForm, check_form, read_form, write_form
-from lightrft.types import Batch
+from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from lightrft.utils.peft_folder import merge_hint
 from lightrft.utils.seeding import derive_seed, seeded_weights, torch_generator
@@ -438,3 +438,48 @@ def _gate(width: int, heads: int, seed: int) -> nn.Sequential:
     for i, layer in enumerate(layers):
         draw_value_weights(layer.weight, derive_seed(seed, "gate", i))
     return nn.Sequential(layers[0], nn.SiLU(), layers[1])
+
+
+def with_end_tokens(batch: Batch, token: int) -> Batch:
+    """Return prompts and responses of ``batch``, with ``token`` after each response."""
+    rows = batch.responses.tokens.split(batch.responses.sizes)
+    end = batch.responses.tokens.new_full((1,), token)
+    pieces = []
+    for row in rows:
+        pieces += [row, end]
+    tokens = torch.cat(pieces) if pieces else batch.responses.tokens
+    responses = Segments(tokens, batch.lengths + 1, batch.responses.media)
+    return Batch(
+        batch.prompts,
+        responses,
+        batch.prompt_of,
+        noise_seeds=batch.noise_seeds,
+        noise_alpha=batch.noise_alpha,
+    )
+
+
+def free_token(model: PreTrainedModel, family: Family) -> int:
+    """Return a token id that stands for no media. Its embedding is replaced."""
+    towers = () if family.reader is None else family.reader.towers
+    taken = {tower.token_id(model.config) for tower in towers}
+    return next(token for token in range(len(taken) + 1) if token not in taken)
+
+
+@contextmanager
+def replaced_embeddings(model: PreTrainedModel, vector: Tensor, places: Tensor) -> Generator[None]:
+    """Replace token embeddings by ``vector [H]`` inside the context.
+
+    Args:
+        model: The transformers model.
+        vector: The embedding.
+        places: ``[S * T]`` bool: tokens of the call whose embedding is replaced.
+    """
+
+    def put(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return torch.where(places.view(*out.shape[:-1], 1), vector.to(out.dtype), out)
+
+    hook = model.get_input_embeddings().register_forward_hook(put)
+    try:
+        yield
+    finally:
+        hook.remove()

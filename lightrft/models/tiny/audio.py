@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 from transformers import PreTrainedConfig
@@ -81,11 +81,18 @@ _OMNI_SPECIAL = (
 )
 
 
-def _omni(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
-    audio = {
+_OMNI_WRITTEN = {
+    "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+}
+
+
+def _hearing(sizes: Fields, tower: Fields) -> Fields:
+    """Return the fields of the config of a tower of sounds that also reads pictures."""
+    return {
         "num_mel_bins": 16,
         "max_source_positions": 50,
-        "n_window": 10,
         "d_model": 32,
         "encoder_layers": 2,
         "encoder_attention_heads": 2,
@@ -94,34 +101,70 @@ def _omni(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig
         "initializer_range": 0.1,
         **tower.get("audio", {}),
     }
-    marks: Fields = {
+
+
+def _marks(ids: dict[str, int]) -> Fields:
+    return {
         "vision_start_token_id": ids["<|vision_bos|>"],
         "vision_end_token_id": ids["<|vision_eos|>"],
+        "audio_start_token_id": ids["<|audio_bos|>"],
+        "audio_end_token_id": ids["<|audio_eos|>"],
+        "initializer_range": 0.1,
     }
+
+
+def _omni(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     return transformers.Qwen2_5OmniThinkerConfig(
-        audio_config=audio,
+        audio_config={"n_window": 10, **_hearing(sizes, tower)},
         vision_config=qwen.vision_2_5(sizes, tower.get("vision", {})),
         text_config=qwen.text(sizes),
         audio_token_index=ids["<|AUDIO|>"],
         image_token_index=ids["<|IMAGE|>"],
         video_token_index=ids["<|VIDEO|>"],
-        audio_start_token_id=ids["<|audio_bos|>"],
-        audio_end_token_id=ids["<|audio_eos|>"],
-        initializer_range=0.1,
-        **marks,
+        **_marks(ids),
+    )
+
+
+def _omni3(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
+    # The class counts 13 features for a piece, that is, for a window of 50.
+    pieces = {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 8}
+    return transformers.Qwen3OmniMoeThinkerConfig(
+        audio_config={**pieces, **_hearing(sizes, tower)},
+        vision_config={**qwen.vision_3(sizes, tower.get("vision", {})), "patch_size": 64},
+        text_config=qwen.text_3_moe(sizes),
+        audio_token_id=ids["<|AUDIO|>"],
+        image_token_id=ids["<|IMAGE|>"],
+        video_token_id=ids["<|VIDEO|>"],
+        position_id_per_seconds=13,
+        **_marks(ids),
     )
 
 
 class _OmniProcessors:
     """Processors from ``settings`` by kind: ``image`` and ``audio``."""
 
+    seen: ClassVar[Fields] = {}
+    """Settings of pictures."""
+    heard: ClassVar[Fields] = {}
+    """Settings of sounds."""
+
     def __init__(self, **settings: Fields) -> None:
-        self.pictures = qwen.processor(**settings.get("image", {}))
-        self.sound = extractor(**settings.get("audio", {}))
+        self.pictures = qwen.processor(**{**self.seen, **settings.get("image", {})})
+        self.sound = extractor(**{**self.heard, **settings.get("audio", {})})
 
     def save_pretrained(self, path: str) -> None:
         self.pictures.save_pretrained(path)
         save_beside_pictures(self.sound, Path(path))
+
+
+class _Omni3Processors(_OmniProcessors):
+    # Clips have at least 131072 pixels, whatever a folder says.
+    seen: ClassVar[Fields] = {
+        "patch_size": 64,
+        "size": {"shortest_edge": 16384, "longest_edge": 131072},
+    }
+    # A sound has at least 100 frames.
+    heard: ClassVar[Fields] = {"hop_length": 20}
 
 
 FAMILIES = {
@@ -139,12 +182,9 @@ FAMILIES = {
     ),
     "qwen2_5_omni_thinker": Tiny(
         _OMNI_SPECIAL,
-        {
-            "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
-            "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
-            "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
-        },
+        _OMNI_WRITTEN,
         _omni,
         _OmniProcessors,
     ),
+    "qwen3_omni_moe_thinker": Tiny(_OMNI_SPECIAL, _OMNI_WRITTEN, _omni3, _Omni3Processors),
 }

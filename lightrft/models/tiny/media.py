@@ -153,7 +153,7 @@ ALL_MEDIA_FAMILIES: tuple[str, ...] = (*MEDIA_FAMILIES, *own.FAMILIES)
 """Those, and families that read media by their own processor and methods."""
 
 TORCHVISION_FAMILIES: tuple[str, ...] = tuple(own.PACKAGES)
-"""Families whose processors or towers need torchvision. Some need timm too."""
+"""Families whose processors or towers need packages of ``make test-torchvision``."""
 
 
 def missing_package(family: str) -> str | None:

@@ -48,10 +48,22 @@ def _fitting(kind: Any, sizes: Fields) -> Fields:
     return {k: v for k, v in sizes.items() if k in known or kind.attribute_map.get(k) in known}
 
 
+def _fields_of(kind: Any, values: Fields) -> Fields:
+    """Return the entries of ``values`` that a config class has a field for."""
+    return {
+        item.name: values[item.name] for item in dataclasses.fields(kind) if item.name in values
+    }
+
+
 def _config(model_type: str, row: OwnRow) -> Callable[[Fields, dict[str, int], Fields], Any]:
     def build(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
         kind: Any = CONFIG_MAPPING[model_type]
         sections: Fields = {}
+        placeholders = {
+            f"{attribute}_{end}": ids[token]
+            for attribute, token in row.tokens.items()
+            for end in ("id", "index")
+        }
         of_tokens = {k: v for k, v in sizes.items() if k in _OF_TOKENS}
         for name, section in kind.sub_configs.items():
             if section is AutoConfig:
@@ -68,16 +80,18 @@ def _config(model_type: str, row: OwnRow) -> Callable[[Fields, dict[str, int], F
                 "model_type": section.model_type,
                 **_fitting(section, known),
                 **(own if is_given else _fitting(section, own)),
+                **({} if is_text else _fields_of(section, placeholders)),
             }
-        names = {item.name for item in dataclasses.fields(kind)}
-        # A config may repeat sizes of its text config.
-        text = sections["text_config"]
-        repeated = {name: text[name] for name in ("vocab_size", "hidden_size") if name in names}
-        fields = {**repeated, **row.config}
-        for attribute, token in row.tokens.items():
-            for name in (f"{attribute}_id", f"{attribute}_index"):
-                if name in names:
-                    fields[name] = ids[token]
+        if "text_config" in sections:
+            # A config may repeat sizes of its text config.
+            text = sections["text_config"]
+            repeated = _fields_of(
+                kind, {name: text[name] for name in ("vocab_size", "hidden_size")}
+            )
+        else:
+            known = {**text_sizes(model_type), **of_tokens}
+            repeated = _fitting(kind, {k: v for k, v in known.items() if v is not None})
+        fields = {**repeated, **row.config, **_fields_of(kind, placeholders)}
         for name, token in row.ids.items():
             fields[name] = ids[token] if isinstance(token, str) else [ids[one] for one in token]
         return kind(**sections, **fields)
@@ -138,9 +152,13 @@ FAMILIES: dict[str, Tiny] = {
 }
 PACKAGES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3", "molmo2"),
+        (
+            *("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "mistral3", "molmo2"),
+            "phi4_multimodal",
+        ),
         ("torchvision",),
     ),
+    **dict.fromkeys(("fun_asr_nano", "granite_speech", "granite_speech_plus"), ("torchaudio",)),
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), ("torchvision", "timm")),
 }
 """Optional packages that the processor or the tower of a family needs."""

@@ -97,6 +97,27 @@ _VISION_MARKS = OwnRow(
     picture=_PATCHES,
     vision=_MERGED,
 )
+_GRANITE_SPEECH = OwnRow(
+    {"audio_token": "<|audio|>"},
+    "",
+    sound="<|audio|>",
+    extractor="GraniteSpeechFeatureExtractor",
+    # transformers 5.23 leaves the scale out.
+    text={"logits_scaling": 1.0},
+    # A saved processor does not name another number of bins.
+    picture={"feature_size": 80},
+    vision={
+        # Of the encoder.
+        "input_dim": 160,
+        "output_dim": 8,
+        "context_size": 20,
+        "max_pos_emb": 32,
+        "conv_kernel_size": 5,
+        # Of the projector.
+        "encoder_hidden_size": 32,
+        "cross_attention_frequency": 1,
+    },
+)
 _MINICPM = OwnRow(
     {
         "image_token": "<|image_pad|>",
@@ -278,6 +299,25 @@ ROWS: dict[str, OwnRow] = {
         picture={"chunk_length": 2},
         vision={"num_mel_bins": 16, "max_source_positions": 100},
     ),
+    "fun_asr_nano": OwnRow(
+        {"audio_token": "<|object_ref_start|>"},
+        "",
+        sound="<|object_ref_start|>",
+        extractor="FunAsrNanoFeatureExtractor",
+        vision={
+            "num_mel_bins": 16,
+            "max_position_embeddings": 100,
+            "num_timestamp_prediction_layers": 1,
+            # The adaptor's must be a quarter of the text model's hidden size.
+            "intermediate_size": 8,
+        },
+    ),
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": replace(
+        _GRANITE_SPEECH,
+        vision={**_GRANITE_SPEECH.vision, "cat_hidden_layers": [1], "encoder_hidden_size": 64},
+        like="granite_speech",
+    ),
     "musicflamingo": OwnRow(
         {
             "audio_token": "<sound>",
@@ -335,6 +375,18 @@ ROWS: dict[str, OwnRow] = {
             "spatial_target_layers": [1, 2, 3, 4],
             "image_grid_pinpoints": _GRIDS,
         },
+    ),
+    "hunyuan_vl": OwnRow(
+        {
+            "image_token": "<|image|>",
+            "image_start_token": "<|im_begin|>",
+            "image_end_token": "<|im_over|>",
+        },
+        "<|im_begin|><|image|><|im_over|>",
+        text=_ROPE,
+        vision={"out_hidden_size": 32, "img_max_token_num": 64, "max_image_size": 64},
+        picture={**_PATCHES, "spatial_patch_size": 1},
+        ids={"im_start_id": "<|im_begin|>", "im_end_id": "<|im_over|>"},
     ),
     "hyperclovax_vision_v2": OwnRow(_PAD, "<|image_pad|>", picture=_PATCHES, vision=_MERGED),
     "idefics2": OwnRow(
@@ -540,6 +592,31 @@ ROWS: dict[str, OwnRow] = {
             "architecture": "vit_pe_core_tiny_patch16_384",
             "model_args": {**_TIMM, "use_post_transformer_norm": False},
         },
+    ),
+    "phi4_multimodal": OwnRow(
+        {"image_token": "<|image|>", "audio_token": "<|audio|>"},
+        "<|image|>",
+        sound="<|audio|>",
+        extractor="Phi4MultimodalFeatureExtractor",
+        # Its processor writes placeholders for 32 patches along each axis of a crop.
+        picture={"size": {"height": 64, "width": 64}, "patch_size": 2, "dynamic_hd": 4},
+        config={"bos_token_id": None},
+        vision={"image_size": 64, "patch_size": 2, "crop_size": 64},
+        hearing={
+            "num_blocks": 2,
+            "input_size": 16,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 8,
+            "bias_max_distance": 20,
+        },
+    ),
+    "paddleocr_vl": OwnRow(
+        {**_PAD, "vision_start_token": "<|vs|>", "vision_end_token": "<|ve|>"},
+        "<|vs|><|image_pad|><|ve|>",
+        text=_ROPE,
+        picture=_PATCHES,
+        vision={"spatial_merge_size": 2},
     ),
     "paligemma": OwnRow(picture={**_SQUARE, "image_seq_length": 16}, config={"projection_dim": 32}),
     "qianfan_ocr": OwnRow(

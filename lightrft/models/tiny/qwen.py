@@ -80,7 +80,8 @@ def _qwen2_5_vl(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrained
     )
 
 
-def _qwen3_vision(sizes: Fields, tower: Fields) -> Fields:
+def vision_3(sizes: Fields, tower: Fields) -> Fields:
+    """Return the fields of Qwen3's tower config."""
     return {
         "depth": 2,
         "hidden_size": 32,
@@ -101,22 +102,27 @@ def _qwen3_text(sizes: Fields) -> Fields:
 
 
 def _qwen3_vl(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
-    vision = _qwen3_vision(sizes, tower)
+    vision = vision_3(sizes, tower)
     return transformers.Qwen3VLConfig(
         text_config=_qwen3_text(sizes), vision_config=vision, **_ids(ids)
     )
 
 
-def _qwen3_vl_moe(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
+def text_3_moe(sizes: Fields) -> Fields:
+    """Return the fields of the config of Qwen3's text model with experts."""
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         # Square weights would hide a transposition.
         "moe_intermediate_size": sizes["hidden_size"] // 4,
     }
-    vision = _qwen3_vision(sizes, tower)
+    return {**experts, **_qwen3_text(sizes)}
+
+
+def _qwen3_vl_moe(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
+    vision = vision_3(sizes, tower)
     return transformers.Qwen3VLMoeConfig(
-        text_config={**experts, **_qwen3_text(sizes)},
+        text_config=text_3_moe(sizes),
         vision_config=vision,
         **_ids(ids),
     )
@@ -124,7 +130,7 @@ def _qwen3_vl_moe(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrain
 
 def _qwen3_5_vision(sizes: Fields, tower: Fields) -> Fields:
     """Return the fields of Qwen3-VL's tower config, without features for deeper layers."""
-    fields = _qwen3_vision(sizes, tower)
+    fields = vision_3(sizes, tower)
     fields.pop("deepstack_visual_indexes", None)
     return fields
 
