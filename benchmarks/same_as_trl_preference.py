@@ -590,7 +590,7 @@ def batches_of(case: Case, scratch: Path) -> list[Any]:
     from lightrft.config.data import PreferenceDataConfig, RewardDataConfig, SFTDataConfig
     from lightrft.datasets.preference.preference_dataset import PreferenceDataset
     from lightrft.datasets.sft_dataset import SFTDataset
-    from lightrft.learner.preference_examples import preference_to_batch
+    from lightrft.learner.preference_batch import preference_to_batch
     from lightrft.learner.sft_step import examples_to_batch
 
     file = scratch / "rows.jsonl"

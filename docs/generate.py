@@ -42,7 +42,7 @@ from lightrft.models.families import FAMILIES, MEMBERS, UNREAD, Family
 from lightrft.observability.events import EVENTS
 from lightrft.observability.metric_table import METRICS
 from lightrft.trainer.explanation.explain import Line, explain, symbol_of, to_latex
-from lightrft.trainer.explanation.explain_supervised import explain_supervised
+from lightrft.trainer.explanation.of_config import explain_supervised
 from lightrft.trainer.phases import PHASES
 from lightrft.verbs import VERBS, trains
 

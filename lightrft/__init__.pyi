@@ -861,13 +861,13 @@ def serve(
     model: Any = ...,
     name: str | None = ...,
     http: HTTPConfig | Mapping[str, Any] = ...,
-    media: MediaConfig | Mapping[str, Any] = ...,
-    sampling: SamplingConfig | Mapping[str, Any] = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
-    weights_token_file: str | None = ...,
-    max_tokens_per_micro_batch: int = ...,
     device: str = ...,
     threads: int = ...,
+    media: MediaConfig | Mapping[str, Any] = ...,
+    sampling: SamplingConfig | Mapping[str, Any] = ...,
+    weights_token_file: str | None = ...,
+    max_tokens_per_micro_batch: int = ...,
     **settings: Any,
 ) -> Any:
     """Answer requests for text by a model, in the APIs of OpenAI and Anthropic.
@@ -876,17 +876,17 @@ def serve(
         model: Model, run folder or checkpoint.
         name: Name of the model in answers; `null` takes `model.path`.
         http: Address, tokens and limits.
+        engine: Engine of the server.
+        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
+            there is one.
+        threads: Number of CPU threads; 0 leaves it to torch.
         media: Images, video and audio of requests. Without `allow.roots`, no request can name a
             file of the server.
         sampling: Generation, where a request sets nothing else.
-        engine: Engine of the server.
         weights_token_file: File of bearer tokens, as `http.token_file`, of those who may replace
             the weights, such as a run with `engine.kind: http`. `null` lets nobody replace them.
         max_tokens_per_micro_batch: Largest number of tokens of a forward pass that computes
             `logprobs` of a request.
-        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
-            there is one.
-        threads: Number of CPU threads; 0 leaves it to torch.
     """
 
 def serve_rm(
@@ -894,12 +894,12 @@ def serve_rm(
     model: Any = ...,
     name: str | None = ...,
     http: HTTPConfig | Mapping[str, Any] = ...,
-    batching: BatchingConfig | Mapping[str, Any] = ...,
-    media: MediaConfig | Mapping[str, Any] = ...,
-    sampling: SamplingConfig | Mapping[str, Any] = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
     device: str = ...,
     threads: int = ...,
+    batching: BatchingConfig | Mapping[str, Any] = ...,
+    media: MediaConfig | Mapping[str, Any] = ...,
+    sampling: SamplingConfig | Mapping[str, Any] = ...,
     **settings: Any,
 ) -> Any:
     """Answer requests for scores of a reward model.
@@ -908,28 +908,28 @@ def serve_rm(
         model: Reward model with heads, or generative reward model.
         name: Name of the model in answers; `null` takes `model.path`.
         http: Address, tokens and limits.
+        engine: Engine of a generative reward model.
+        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
+            there is one.
+        threads: Number of CPU threads; 0 leaves it to torch.
         batching: Batches of requests that wait for scores. A generative model generates for all
             requests at once, and takes only `max_tokens`, for log-probs.
         media: Images, video and audio of requests. Without `allow.roots`, no request can name a
             file of the server.
         sampling: Generation by a generative reward model, where a request sets nothing else.
-        engine: Engine of a generative reward model.
-        device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
-            there is one.
-        threads: Number of CPU threads; 0 leaves it to torch.
     """
 
 def serve_tinker(
     *configs: Given,
     model: Any = ...,
     name: str | None = ...,
-    dir: str = ...,
-    lora_alpha: float = ...,
     http: HTTPConfig | Mapping[str, Any] = ...,
     engine: EngineConfig | Mapping[str, Any] | str = ...,
-    max_tokens_per_micro_batch: int = ...,
     device: str = ...,
     threads: int = ...,
+    dir: str = ...,
+    lora_alpha: float = ...,
+    max_tokens_per_micro_batch: int = ...,
     **settings: Any,
 ) -> Any:
     """Train and sample for programs that use tinker's client.
@@ -938,15 +938,15 @@ def serve_tinker(
         model: Base model, run folder or checkpoint. It stays as it is, and each training client has
             an adapter.
         name: Name of the base model that clients give; `null` takes `model.path`.
-        dir: Folder of the checkpoints of all clients.
-        lora_alpha: Scale of the adapters: their product counts `lora_alpha / rank` times. The
-            client gives the rank. Adapters of a checkpoint keep their scale.
         http: Address, tokens and limits.
         engine: Engine that samples.
-        max_tokens_per_micro_batch: Largest number of tokens of a forward pass.
         device: Device of the model, such as `cpu` or `cuda:1`; `auto` takes an accelerator where
             there is one.
         threads: Number of CPU threads; 0 leaves it to torch.
+        dir: Folder of the checkpoints of all clients.
+        lora_alpha: Scale of the adapters: their product counts `lora_alpha / rank` times. The
+            client gives the rank. Adapters of a checkpoint keep their scale.
+        max_tokens_per_micro_batch: Largest number of tokens of a forward pass.
     """
 
 def export(
@@ -969,8 +969,8 @@ def export(
         step: Step of the checkpoint, instead of `which`.
         output: Folder to write; `null` is `export/` of the run. It must not exist, unless
             `overwrite` is set.
-        adapters: `keep` writes low-rank adapters alone, for PEFT. Set it to share them, or where
-            the model is quantised.
+        adapters: `merge` adds low-rank adapters to the weights that they were trained with. `keep`
+            writes them alone, for PEFT.
         base: Folder or name of the start model. Set it when that has moved since the run.
         overwrite: Replace `output` if it is a model folder.
     """

@@ -103,7 +103,7 @@ def families_of(items: list[pytest.Item]) -> dict[pytest.Item, list[str]]:
 
 
 def mark_torchvision(families: dict[pytest.Item, list[str]]) -> None:
-    """Mark the tests of families that need torchvision or timm, and skip them if one is not installed."""
+    """Mark the tests of families that need a package of ``make test-torchvision``, and skip them if it is not installed."""
     tiny = sys.modules.get("lightrft.models.tiny")
     needing = getattr(tiny, "TORCHVISION_FAMILIES", ())
     for item in [item for item, names in families.items() if not set(names).isdisjoint(needing)]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,24 @@ from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor, load_processor
+from lightrft.models.processors.own import OwnPart
 from lightrft.models.tiny import save_tiny_media
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 
 Piece = str | tuple[str, tuple[int, ...]]
 """Text, or the kind and the shape of something random."""
+
+
+@contextmanager
+def as_in_a_run() -> Iterator[None]:
+    """Let processors compute as in a run, inside ``Float64`` too: torchaudio uses the default type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass
@@ -34,6 +48,7 @@ class Rig:
     def kinds(self) -> set[str]:
         return set(self.processor.parts)
 
+    @as_in_a_run()
     def prompt(self, name: str, *pieces: Piece, seed: int = 0) -> Prompt:
         """A user message of ``pieces`` through the chat template, each kind's text expanded in place."""
         rng = np.random.default_rng(seed)
@@ -82,7 +97,8 @@ def rig(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options
 def rig_in(path: Path, dtype: torch.dtype = torch.float32) -> Rig:
     config = ModelConfig(path=str(path))
     tokenizer = load_tokenizer(config)
-    processor = load_processor(config, tokenizer)
+    with as_in_a_run():
+        processor = load_processor(config, tokenizer)
     assert processor is not None
     actor = Actor.load(config, dtype=dtype)
     experts = ("num_experts", "moe_num_experts", "n_routed_experts")
@@ -113,10 +129,12 @@ def mixed_prompts(rig: Rig) -> list[Prompt]:
             *([(("image", (16, 16, 3)), ("video", (2, 12, 12, 3)))] if pictures else []),
         ]
     if sounds:
-        rows += [
-            (("audio", (7000,)), "who?"),
-            (("audio", (16000,)), " or ", ("audio", (2500,)), "?"),
-        ]
+        rows += [(("audio", (7000,)), "who?")]
+        # A prompt with several sounds is refused where the processor joins them in another way.
+        part = rig.processor.parts["audio"]
+        first: Sequence[Piece] = ("audio", (16000,)), " or "
+        is_one = isinstance(part, OwnPart) and not part.several
+        rows += [(*(() if is_one else first), ("audio", (2500,)), "?")]
     if sounds and pictures:
         rows += [("see", ("image", (16, 24, 3)), "hear", ("audio", (4000,)))]
     return [rig.prompt(str(i), *row, seed=i) for i, row in enumerate(rows)]

@@ -88,8 +88,9 @@ class ModelConfig(Settings):
     """Low-rank adapters in place of training all weights, e.g. ``model.lora.rank=16``; ``null``
     trains all weights."""
     load_in_4bit: bool = False
-    """Load weights in 4 bits (NF4, by bitsandbytes). Needs the extra ``quant``. Adapters cannot be
-    added to such weights, so ``model/`` of a run holds the adapters alone (``lightrft merge``)."""
+    """Load weights in 4 bits (NF4, by bitsandbytes). Needs the extra ``quant``. ``model/`` of a run
+    holds the adapters alone then. ``lightrft export`` adds them to the weights of 4 bits, and
+    ``lightrft merge`` to those of the start model."""
     dropout: bool = False
     """Train with the random parts of the model's forward: dropout of any kind, noise of routers and
     layer drop, at the rates of its ``config.json``. Losses that compare log-probs read them in

@@ -645,8 +645,8 @@ class ExportConfig(Settings):
     """Folder to write; ``null`` is ``export/`` of the run. It must not exist, unless ``overwrite``
     is set."""
     adapters: Literal["merge", "keep"] = "merge"
-    """``keep`` writes low-rank adapters alone, for PEFT. Set it to share them, or where the model
-    is quantised."""
+    """``merge`` adds low-rank adapters to the weights that they were trained with. ``keep`` writes
+    them alone, for PEFT."""
     base: str | None = None
     """Folder or name of the start model. Set it when that has moved since the run."""
     overwrite: bool = False

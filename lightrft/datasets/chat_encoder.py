@@ -136,22 +136,6 @@ class ChatEncoder(TextEncoder):
             return frozenset()
         return frozenset(self.media.processor.tokens.values())
 
-    def end_after(self, *, calls: bool) -> int:
-        """Return the token that ends a turn which the chat template leaves open.
-
-        It is the first token of the next message, or the EOS token.
-
-        Args:
-            calls: True for a turn that calls tools, whose results follow.
-
-        Raises:
-            ModelError: there is none.
-        """
-        marks = self.turn_ends.marks if self.chat else {}
-        mark = marks.get("tool") if calls else None
-        mark = marks.get("user") if mark is None else mark
-        return self.eos if mark is None else mark
-
     def ask(
         self,
         messages: Sequence[Message],
@@ -192,9 +176,7 @@ class ChatEncoder(TextEncoder):
             tools=self._shield_given(list(tools), "tools", where),
             options=self._shield_given(options or {}, "options of the template", where),
         )
-        (texts,) = self.expanded([(record, [shown])])
-        if isinstance(texts, MalformedRow):
-            raise texts
+        texts = self.expanded_row(record, [shown])
         prompt = Prompt(id="", token_ids=self.encode_prompts(texts)[0], text=self.readable(shown))
         self.attach(prompt, record, shown)
         return prompt
@@ -220,6 +202,13 @@ class ChatEncoder(TextEncoder):
         for (record, texts), numbers in zip(shown, used):
             known = {number: next(extents) for number in numbers}
             made.append(self._expanded(record, texts, known))
+        return made
+
+    def expanded_row(self, record: ParsedRow, texts: Sequence[str]) -> list[str]:
+        """Return the ``texts`` of one record as ``expanded`` does. Raises ``MalformedRow``."""
+        (made,) = self.expanded([(record, texts)])
+        if isinstance(made, MalformedRow):
+            raise made
         return made
 
     def attach(self, prompt: Prompt, record: ParsedRow, shown: str) -> None:
@@ -340,12 +329,6 @@ class ChatEncoder(TextEncoder):
         question = asked[k]["content"][cut if k == len(asked) - 1 else 0 :]
         filled = self._fill(self.template, record, question, front)
         messages[k] = {**messages[k], "content": filled}
-
-    def last_message(self, record: ParsedRow) -> str:
-        """Return the text that ``cut`` refers to: the prompt or its last message."""
-        if isinstance(record.prompt, str):
-            return record.prompt
-        return asking(record)[-1]["content"]
 
     def with_system(self, messages: list[Message]) -> list[Message]:
         """Return ``messages`` after the configured system message, unless they have their own."""
@@ -536,10 +519,7 @@ class ChatEncoder(TextEncoder):
         return found.sub(lambda match: waiting[match[0]].pop(0), text)
 
     def _expanded(
-        self,
-        record: ParsedRow,
-        texts: Sequence[str],
-        extents: Mapping[int, Extent | MalformedRow],
+        self, record: ParsedRow, texts: Sequence[str], extents: Mapping[int, Extent | MalformedRow]
     ) -> list[str] | MalformedRow:
         assert self.media is not None
         known: dict[int, Extent] = {}

@@ -18,10 +18,7 @@ MOST_MALFORMED = 8
 
 
 def handwritten(
-    *,
-    split: str = "train",
-    guesses: float = 0.0,
-    seed: int = 0,
+    *, split: str = "train", guesses: float = 0.0, seed: int = 0
 ) -> list[dict[str, object]]:
     """Return handwritten digits as rows with ``image``, ``label`` and ``id``.
 

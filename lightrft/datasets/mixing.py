@@ -17,12 +17,7 @@ Order: TypeAlias = "np.ndarray"
 
 
 def blend(
-    lengths: Sequence[int],
-    weights: Sequence[float],
-    mode: Blend,
-    *,
-    shuffle: bool,
-    seed: int,
+    lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuffle: bool, seed: int
 ) -> Order:
     """Return the order of the mixed dataset, as positions in the concatenation of all sources.
 

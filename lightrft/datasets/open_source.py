@@ -50,9 +50,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def open_source(
-    source: SourceConfig,
-    malformed: Malformed = "error",
-    indexes: Indexes | None = None,
+    source: SourceConfig, malformed: Malformed = "error", indexes: Indexes | None = None
 ) -> Rows:
     """Return the rows of ``source``, converted by its reader.
 
@@ -207,10 +205,7 @@ def _split_of(file: Path, splits: Sequence[str]) -> str | None:
 
 
 def _from_file(
-    path: Path,
-    malformed: Malformed,
-    limit: int | None,
-    indexes: Indexes | None,
+    path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None
 ) -> Rows:
     kind = suffix_of(path)
     if kind == ".csv":
@@ -230,10 +225,7 @@ def _from_file(
 
 
 def _from_json(
-    path: Path,
-    malformed: Malformed,
-    limit: int | None,
-    indexes: Indexes | None,
+    path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None
 ) -> Rows:
     """Return the rows of a list of objects, or of JSON lines in a ``.json`` file."""
     text = utf8_of(path)

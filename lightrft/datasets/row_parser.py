@@ -197,11 +197,7 @@ def read_conversation(
 
 
 def read_prompt(
-    value: object,
-    where: str,
-    finder: MediaFinder,
-    *,
-    blank: bool = False,
+    value: object, where: str, finder: MediaFinder, *, blank: bool = False
 ) -> str | list[Message]:
     """Return a prompt as text, or as messages with ``role`` and ``content``.
 
@@ -232,28 +228,6 @@ def read_prompt(
     if not messages or not (blank or any(asking)):
         raise MalformedRow(f"{where}: the prompt is empty")
     return messages
-
-
-def read_message(value: object, where: str, finder: MediaFinder) -> Message:
-    """Return one message as ``{"role", "content", ...}``.
-
-    The content becomes text with marks for media. Null fields are left out.
-
-    Args:
-        value: the message.
-        where: location of the message, for messages.
-        finder: collects media.
-
-    Raises:
-        MalformedRow: ``value`` is not a message, or its content names media that the model does not
-            read.
-    """
-    message = message_fields(value, where)
-    fields = {k: v for k, v in message.items() if k not in ("role", "content")}
-    role = message["role"]
-    # Other fields, such as tool calls, reach the template too.
-    _check_texts([role, fields], where, finder)
-    return {"role": role, "content": _content(message["content"], where, finder), **fields}
 
 
 def message_fields(value: object, where: str) -> Message:
@@ -387,20 +361,6 @@ def number(value: Any, what: str, where: str) -> float:
     return read
 
 
-def optional_number(row: Row, name: str, where: str) -> float | None:
-    """Return a column as a number, or None if it is absent.
-
-    Args:
-        row: the row.
-        name: name of the column.
-        where: location of the row, for messages.
-
-    Raises:
-        MalformedRow: the value is no finite number.
-    """
-    return None if row.get(name) is None else number(row[name], name, where)
-
-
 def pop_turn_weights(
     prompt: str | list[Message], response: str | list[Message] | None, where: str
 ) -> dict[int, float]:
@@ -420,7 +380,11 @@ def pop_turn_weights(
         weight = 1.0
         for key in TURN_WEIGHTS:
             if key in message:
-                weight *= _turn_weight(message.pop(key), key, f"{where}, message {k + 1}")
+                value, place = message.pop(key), f"{where}, message {k + 1}"
+                own = float(value) if isinstance(value, bool) else number(value, key, place)
+                if own < 0:
+                    raise MalformedRow(f"{place}: {key} is {own:g}, below 0")
+                weight *= own
         role = message["role"]
         if role != "assistant":
             # formats with a flag for each message write 0 or 1 here
@@ -431,13 +395,6 @@ def pop_turn_weights(
         elif weight != 1.0:
             weights[k] = weight
     return weights
-
-
-def _turn_weight(value: object, key: str, where: str) -> float:
-    weight = float(value) if isinstance(value, bool) else number(value, key, where)
-    if weight < 0:
-        raise MalformedRow(f"{where}: {key} is {weight:g}, below 0")
-    return weight
 
 
 def read_tools(row: Row, name: str | None, where: str) -> list[object]:
@@ -536,6 +493,8 @@ def no_prompt(row: Row, where: str) -> MalformedRow:
 def read_messages(values: Sequence[object], where: str, finder: MediaFinder) -> list[Message]:
     """Return each of ``values`` as a message, with results of tools in the order of their calls.
 
+    Contents become texts with marks for media. Null fields are left out.
+
     Args:
         values: the messages, as the row has them.
         where: location of the list, to which the number of a message is added.
@@ -544,9 +503,14 @@ def read_messages(values: Sequence[object], where: str, finder: MediaFinder) -> 
     Raises:
         MalformedRow: a message is malformed.
     """
-    read = [
-        read_message(message, f"{where} {k}", finder)
-        for k, one in enumerate(values, start=1)
-        for message in spread(one, f"{where} {k}")
-    ]
+    read: list[Message] = []
+    for k, one in enumerate(values, start=1):
+        place = f"{where} {k}"
+        for value in spread(one, place):
+            message = message_fields(value, place)
+            fields = {k: v for k, v in message.items() if k not in ("role", "content")}
+            # Other fields, such as tool calls, reach the template too.
+            _check_texts([message["role"], fields], place, finder)
+            content = _content(message["content"], place, finder)
+            read.append({"role": message["role"], "content": content, **fields})
     return in_order(read, where)

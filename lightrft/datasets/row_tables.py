@@ -200,11 +200,7 @@ class JsonLinesRows:
     """
 
     def __init__(
-        self,
-        path: Path,
-        malformed: Malformed,
-        limit: int | None,
-        indexes: Indexes | None = None,
+        self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None
     ) -> None:
         self.path = path
         self._text = utf8_of(path)
@@ -472,16 +468,16 @@ class ConcatRows:
 
 
 class LimitRows:
-    """The first ``count`` rows of a table."""
+    """The first ``count`` rows of a table. None is all rows."""
 
-    def __init__(self, rows: Rows, count: int) -> None:
+    def __init__(self, rows: Rows, count: int | None = None) -> None:
         self.rows = rows
         self.count = count
         self.malformed = rows.malformed
         self.first_problem = rows.first_problem
 
     def __len__(self) -> int:
-        return min(self.count, len(self.rows))
+        return len(self.rows) if self.count is None else min(self.count, len(self.rows))
 
     def __getitem__(self, i: int) -> Row:
         return self.rows[i]
@@ -490,7 +486,7 @@ class LimitRows:
         return self.rows.where(i)
 
 
-class MappedRows:
+class MappedRows(LimitRows):
     """Rows that a reader converts on access.
 
     Args:
@@ -501,21 +497,12 @@ class MappedRows:
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        reader: Callable[..., Row],
-        name: str,
-        options: Mapping[str, object],
+        self, rows: Rows, reader: Callable[..., Row], name: str, options: Mapping[str, object]
     ) -> None:
-        self.rows = rows
+        super().__init__(rows)
         self.reader = reader
         self.name = name
         self.options = dict(options)
-        self.malformed = rows.malformed
-        self.first_problem = rows.first_problem
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, i: int) -> Row:
         row = recorded(self.rows[i])
@@ -530,6 +517,3 @@ class MappedRows:
             problem = f"reader {self.name!r} cannot read the row: {error}"
             raise MalformedRow(f"{self.where(i)}: {problem}") from error
         return row.copied(as_row(converted, f"{self.where(i)}, after reader {self.name!r}"))
-
-    def where(self, i: int) -> str:
-        return self.rows.where(i)

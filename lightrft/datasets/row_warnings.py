@@ -71,6 +71,24 @@ class UnknownText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
+def note(counts: Counter[str], name: str, count: int, source: int, row: int) -> None:
+    """Add ``count`` to a count, and keep the place of the first row that is counted.
+
+    Args:
+        counts: the counter to update.
+        name: name of the count.
+        count: number to add. 0 changes nothing.
+        source: index of the source.
+        row: index of the row in its source.
+    """
+    # Not ``counts[name]``, which is 0 for the first row and for none alike.
+    if count and name not in counts:
+        counts[f"{_SOURCE}/{name}"] = source
+        counts[f"{_ROW}/{name}"] = row
+    if count:
+        counts[name] += count
+
+
 def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row: int) -> None:
     """Count the unknown tokens of a row.
 
@@ -82,9 +100,7 @@ def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row:
         row: index of the row in its source.
     """
     counts[TOKENS] += tokens
-    if unknown:
-        _place(counts, UNKNOWN, source, row)
-        counts[UNKNOWN] += unknown
+    note(counts, UNKNOWN, unknown, source, row)
 
 
 def note_label(counts: Counter[str], data_source: str, gold: object, source: int, row: int) -> None:
@@ -100,28 +116,7 @@ def note_label(counts: Counter[str], data_source: str, gold: object, source: int
     # A whole number of type float is written with a fraction, which few responses have.
     is_float = isinstance(gold, float) and math.isfinite(gold)
     for kind, holds in ((UNLABELLED, is_missing(gold)), (FRACTION, is_float)):
-        if holds:
-            name = f"{kind}/{data_source}"
-            _place(counts, name, source, row)
-            counts[name] += 1
-
-
-def note_steps(
-    counts: Counter[str], steps: Sequence[str], separator: str, source: int, row: int
-) -> None:
-    """Count the steps of a row that contain the separator of steps.
-
-    Args:
-        counts: the counter to update.
-        steps: the steps of the row.
-        separator: text between two steps.
-        source: index of the source.
-        row: index of the row in its source.
-    """
-    found = sum(separator in step for step in steps)
-    if found:
-        _place(counts, SEPARATED, source, row)
-        counts[SEPARATED] += found
+        note(counts, f"{kind}/{data_source}", int(holds), source, row)
 
 
 def note_unread(counts: Counter[str], row: Row, source: int) -> None:
@@ -178,13 +173,6 @@ def first_place(counts: Counter[str], name: str) -> tuple[int, int]:
 def is_plain(name: str) -> bool:
     """Return True if ``name`` is a count of rows, and not a warning or a location."""
     return "/" not in name and name not in (TOKENS, UNKNOWN)
-
-
-def _place(counts: Counter[str], name: str, source: int, row: int) -> None:
-    # Not ``counts[name]``, which is 0 for the first row and for none alike.
-    if name not in counts:
-        counts[f"{_SOURCE}/{name}"] = source
-        counts[f"{_ROW}/{name}"] = row
 
 
 MOST_UNKNOWN = 0.01

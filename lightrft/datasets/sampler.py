@@ -114,33 +114,21 @@ class WithoutMedia(Sequence[Prompt]):
         return self.dataset.prompt(i, media=False)
 
 
-class EvalPrompts(Sequence[Prompt]):
+class EvalPrompts(list[Prompt]):
     """The prompts of ``dataset`` at the indices ``chosen``, such as an eval set.
 
     Prompts are kept without their media. Media are loaded only while ``parts`` yields them.
     """
 
     def __init__(self, dataset: PromptDataset, chosen: Sequence[int]) -> None:
+        super().__init__(dataset.prompt(i, media=False) for i in chosen)
         self._dataset = dataset
         self._chosen = chosen
-        self._without_media = [dataset.prompt(i, media=False) for i in chosen]
 
     @property
     def media_kinds(self) -> set[str]:
         """The kinds of media whose placeholders some prompt of the dataset has."""
         return self._dataset.media_kinds
-
-    def __len__(self) -> int:
-        return len(self._without_media)
-
-    @overload
-    def __getitem__(self, i: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, i: int | slice) -> Prompt | Sequence[Prompt]:
-        return self._without_media[i]
 
     def parts(
         self, ranks: ProcessGroup = SINGLE_PROCESS, begin: int = 0
@@ -154,7 +142,7 @@ class EvalPrompts(Sequence[Prompt]):
         Parts that end before prompt ``begin`` are left out.
         """
         if not self._dataset.reads_media:
-            yield 0, self._without_media
+            yield 0, self
             return
         numbers = self._chosen
         for start in range(begin // PART * PART, len(self), PART):
@@ -167,8 +155,7 @@ class EvalPrompts(Sequence[Prompt]):
 
 
 def in_parts(
-    prompts: Sequence[Prompt],
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    prompts: Sequence[Prompt], ranks: ProcessGroup = SINGLE_PROCESS
 ) -> Iterator[tuple[int, Sequence[Prompt]]]:
     """Yield ``prompts`` in parts, each with the index of its first prompt.
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import SFTDataConfig
-from lightrft.datasets.cache_key import token_cache_of
-from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.encoded_dataset import EncodedDataset
 from lightrft.datasets.media import Item
-from lightrft.datasets.media.prefetch import Fetcher
-from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
 from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.datasets.row_warnings import UnknownText, note_text
+from lightrft.datasets.row_warnings import note_text
 from lightrft.datasets.rows.row_reader import read_record, row_weight
 from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts, Weights, no_answer
 from lightrft.types import Media
@@ -93,14 +89,7 @@ class SFTDataset(EncodedDataset[Example]):
     but the first is trained. Media are loaded as in ``PromptDataset``. An example is not truncated
     if media would be cut off.
 
-    ``counts`` contains:
-
-    * ``rows``: rows read.
-    * ``malformed``: rows skipped.
-    * ``overlong``: examples dropped because they exceed ``max_tokens``.
-    * ``truncated``: examples cut at the end. They do not teach the model to stop there.
-    * ``special_tokens``: examples that spell a special token as text.
-    * ``examples``: the length of the dataset.
+    Examples that are ``truncated`` are cut at the end. They do not teach the model to stop there.
 
     Args:
         config: the settings of the data.
@@ -115,6 +104,9 @@ class SFTDataset(EncodedDataset[Example]):
             the tokenizer has no EOS token.
     """
 
+    config: SFTDataConfig
+    columns = COLUMNS
+
     def __init__(
         self,
         config: SFTDataConfig,
@@ -124,57 +116,42 @@ class SFTDataset(EncodedDataset[Example]):
         seed: int,
         processor: Any = None,
     ) -> None:
-        self.config = config
+        read = partial(read_record, columns=config.columns, prefill=config.prefill)
+        super().__init__(config, tokenizer, processor, read)
         self.max_tokens = max_tokens
-        self.encoder = ChatEncoder(config, tokenizer, processor)
         outside = 1.0 if config.loss_on == "all" else 0.0
         self.turns = TurnEncoder(config, self.encoder, outside)
-        read = partial(read_record, columns=config.columns, prefill=config.prefill)
-        self._sources = Sources(config, self.encoder.reads, read)
-        self.counts = self._sources.counts
-        self.counts.update(truncated=0, overlong=0, special_tokens=0)
-        self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
         # Source, row and item numbers by stored example. Most have no media, so it is no column.
         self._media: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
-        self._unknown = UnknownText(tokenizer)
-        options = {"max_tokens": max_tokens}
-        cache = token_cache_of(config, tokenizer, "examples", options, processor)
-        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
-        self.counts["examples"] = len(self._order)
-        self._source_names = self.data_sources
+        self._fill({"max_tokens": max_tokens}, seed)
 
     def __getitem__(self, i: int) -> Example:
-        k, start = self._stored(i, "example")
-        kept = self._kept
-        tokens, split, end = kept["tokens"], kept["split"][k], kept["ends"][k]
-        runs = slice(int(kept["runs"][k - 1]) if k else 0, int(kept["runs"][k]))
+        k = self._stored(i)
+        kept, part, runs = self._kept, self._part("ends", k), self._part("runs", k)
+        tokens, split = kept["tokens"], kept["split"][k]
         weights = np.repeat(kept["run_weights"][runs], kept["run_lengths"][runs])
         example = Example(
-            prompt_ids=tokens[start:split].tolist(),
-            response_ids=tokens[split:end].tolist(),
+            prompt_ids=tokens[part.start : split].tolist(),
+            response_ids=tokens[split : part.stop].tolist(),
             weights=weights.tolist(),
             id=self._ids[i],
             weight=float(kept["weight"][k]),
             data_source=self._source_names[kept["data_source"][k]],
         )
         if self.encoder.media is not None and k in self._media:
-            source, row, numbers = self._media[k]
-            record = self._sources.record(source, row)
             parts = (example.prompt_ids, example.response_ids)
-            media = self.encoder.media.split(
-                [record.media[n] for n in numbers], parts, record.where
-            )
+            where = self._where(*self._media[k][:2])
+            media = self.encoder.media.split(self.items(i), parts, where)
             example.prompt_media, example.response_media = media
         return example
 
     def items(self, i: int) -> list[Item]:
         """Return the media items of example ``i``, in the order of their placeholders."""
-        k, _ = self._stored(i, "example")
+        k = self._stored(i)
         if k not in self._media:
             return []
         source, row, numbers = self._media[k]
-        record = self._sources.record(source, row)
+        record = self._record(source, row)
         return [record.media[n] for n in numbers]
 
     @property
@@ -186,8 +163,7 @@ class SFTDataset(EncodedDataset[Example]):
     @property
     def has_untrained_tokens(self) -> bool:
         """Return True if a response has tokens that are not trained, e.g. of a later user turn."""
-        ends = np.asarray(self._kept["runs"], dtype=np.int64)
-        return bool((np.diff(ends, prepend=0) > 1).any())
+        return bool((self._sizes("runs") > 1).any())
 
     @property
     def is_weighted(self) -> bool:
@@ -205,12 +181,12 @@ class SFTDataset(EncodedDataset[Example]):
                 weights[row] = row_weight(record.row, self.config.columns, record.where)
                 rows.append((row, self.turns.parts(record)))
             except MalformedRow as error:
-                self._sources.skip(error)
+                self._skip(error)
         expanded = self.encoder.expanded([self.turns.texts(made) for _, made in rows])
         parts: list[_Part] = []
-        for (row, made), texts in self._sources.made(rows, expanded):
+        for (row, made), texts in self._made(rows, expanded):
             self.turns.expand(made, texts)
-            stem = made[0].record.id or f"{self._sources.names[source]}/{row}"
+            stem = self._name(made[0].record.id, source, row)
             for k, part in enumerate(made, start=1):
                 name = stem if len(made) == 1 else f"{stem}#{k}"
                 parts.append(_Part(row, part, name, weights[row]))
@@ -227,12 +203,12 @@ class SFTDataset(EncodedDataset[Example]):
         kept = self._kept
         texts, record = part.texts, part.texts.record
         if not any(weights):
-            self._sources.skip(no_answer(record))
+            self._skip(no_answer(record))
             return False
         if len(ids) > self.max_tokens:
             cut = self.turns.cut(ids, weights, self.max_tokens)
             if cut is None:
-                self._sources.overlong(record.where, len(ids), self.max_tokens, "max_tokens")
+                self._overlong(record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
             self.counts["truncated"] += 1
             ids, weights = cut
@@ -249,8 +225,7 @@ class SFTDataset(EncodedDataset[Example]):
             kept["run_lengths"].append(len(list(run)))
         kept["runs"].append(len(kept["run_weights"]))
         kept["weight"].append(part.weight)
-        name = self._sources.data_source(record, source)
-        kept["data_source"].append(self._sources.data_sources[name])
+        kept["data_source"].append(self._data_source(record, source))
         unknown = self._unknown.count("".join(texts.texts), ids)
         note_text(self.counts, unknown, len(ids), source, part.row)
         return True

@@ -329,7 +329,11 @@ class TurnEncoder:
         row, weights = row[:closing], weights[:closing]
         # without an end the model would not learn to stop
         if open_weight is not None:
-            row.append(self.encoder.end_after(calls=part.calls))
+            # the first token of the next message, a result of a tool or a user's, or the EOS token
+            marks = self.encoder.turn_ends.marks
+            mark = marks.get("tool") if part.calls else None
+            mark = marks.get("user") if mark is None else mark
+            row.append(self.encoder.eos if mark is None else mark)
             weights.append(open_weight)
         return row, weights
 
@@ -373,11 +377,7 @@ class TurnEncoder:
         return 0
 
     def _extend(
-        self,
-        ids: Tokens,
-        shorter: str,
-        longer: str,
-        known: Mapping[str, Tokens],
+        self, ids: Tokens, shorter: str, longer: str, known: Mapping[str, Tokens]
     ) -> Tokens:
         """Return the tokens of ``longer``, which begin with ``ids``, the tokens of ``shorter``.
 

@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.algorithms.reward_model.requirements import reward_requirements
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DoctorConfig,
@@ -374,8 +373,7 @@ def _examples(
     if isinstance(config, PRMVerbConfig):
         return load_steps(config, tokenizer, processor, config.data, "data")
     if isinstance(config, RMConfig):
-        needs = reward_requirements(config.reward_model)
-        return load_examples(config, needs, tokenizer, processor, config.data, "data")
+        return load_examples(config, tokenizer, processor, config.data, "data")
     if isinstance(config, DPOConfig):
         requirements = preference_requirements(config.preference)
         return PreferenceDataset(

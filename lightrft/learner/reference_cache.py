@@ -20,7 +20,7 @@ from lightrft.datasets.sampler import in_order
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.fingerprint import checksums
 from lightrft.learner.forward_passes import compute_logprobs, verify_layouts
-from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.learner.preference_batch import preference_to_batch
 from lightrft.models.actor import Actor
 from lightrft.models.processors import Processor
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles

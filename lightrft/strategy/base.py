@@ -5,8 +5,8 @@ It has the calls that a training loop makes on weights, gradients and optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightrft.config.strategy import OptimizerConfig
-from lightrft.distributed.process_group import ModelParallelGroup, ProcessGroup
+from lightrft.distributed.equal_calls import EqualCalls
+from lightrft.distributed.process_group import SINGLE_PROCESS, ModelParallelGroup, ProcessGroup
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 
 
@@ -42,11 +43,13 @@ class TrainableModule(Protocol):
 
     Attributes:
         run_towers: Parts for media run for batches without media, too.
+        equal_calls: Its ranks make the same calls of the module, since they shard its weights.
         model_parallel_group: A sequence-parallel group, whose ranks shard the tokens of each call.
             Setting it raises ``ModelError`` for a group that the model cannot serve.
     """
 
     run_towers: bool
+    equal_calls: EqualCalls
     model_parallel_group: ModelParallelGroup
 
     @property
@@ -200,6 +203,19 @@ class Strategy(Protocol):
         Raises ``CheckpointError`` if it belongs to another model.
         """
         ...
+
+
+@contextmanager
+def separate_calls(model: nn.Module) -> Generator[None]:
+    """Let ranks make different calls of ``model``, whose weights are whole inside the context."""
+    if not isinstance(model, TrainableModule):
+        yield
+        return
+    ranks, model.equal_calls.ranks = model.equal_calls.ranks, SINGLE_PROCESS
+    try:
+        yield
+    finally:
+        model.equal_calls.ranks = ranks
 
 
 def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

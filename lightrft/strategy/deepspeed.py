@@ -28,7 +28,7 @@ from lightrft.config.base import Tree, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.distributed.shards import LocalShard, flat_blocks, local_shard_of
-from lightrft.strategy.base import StepInfo, TrainableModule, TrainState
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, separate_calls
 from lightrft.strategy.device_mesh import limit_groups
 from lightrft.strategy.lr_schedule import lr_factor
 from lightrft.strategy.single import (
@@ -123,6 +123,7 @@ class DeepSpeedStrategy(SingleStrategy):
             if isinstance(model, TrainableModule):
                 # A call of a sharded module is collective, so every rank must make it.
                 model.run_towers = True
+                model.equal_calls.ranks = self.ranks
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
 
     def _spread(self, model: nn.Module) -> None:
@@ -179,6 +180,7 @@ class DeepSpeedStrategy(SingleStrategy):
         if isinstance(model, TrainableModule):
             # Every rank waits for the gradient of every parameter, so towers must always run.
             model.run_towers = True
+            model.equal_calls.ranks = self.ranks
         adamw = torch.optim.AdamW(
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
         )
@@ -278,7 +280,8 @@ class DeepSpeedStrategy(SingleStrategy):
             # The hooks would release the weights after each call, and cost time in each.
             offload._remove_module_hooks()
             try:
-                yield
+                with separate_calls(model):
+                    yield
             finally:
                 offload.forward_hooks, offload.backward_hooks = [], []
                 offload._register_deepspeed_module(offload.module)

@@ -29,7 +29,7 @@ from lightrft.config.strategy import StrategyConfig
 from lightrft.distributed.process_group import ProcessGroup, build_parallel_groups
 from lightrft.distributed.shards import local_shard_of
 from lightrft.strategy.activation_offload import keep_on_host
-from lightrft.strategy.base import StepInfo, TrainableModule, TrainState
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, separate_calls
 from lightrft.strategy.device_mesh import mesh_of
 from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
@@ -81,6 +81,7 @@ class Fsdp2Strategy(SingleStrategy):
             model.model_parallel_group = self.model_parallel_group
             # A call of a sharded module is collective, so every rank must make it.
             model.run_towers = True
+            model.equal_calls.ranks = self.ranks
         # Before ``_shard``, which makes trained parameters float32.
         self._types[model] = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._shard(model)
@@ -159,7 +160,8 @@ class Fsdp2Strategy(SingleStrategy):
             # otherwise a call inside this context would reshard the module
             module.set_reshard_after_forward(False, recurse=False)
         try:
-            yield
+            with separate_calls(model):
+                yield
         finally:
             for module in modules:
                 module.reshard()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.config.engine import EngineConfig
-from lightrft.config.reward import RewardConfig
-from lightrft.config.rollout import EvalConfig
-from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
+from lightrft.distributed.process_group import run_on_all_ranks
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.engines.base import Engine
 from lightrft.engines.constrained.grammars import check_column
@@ -30,7 +27,7 @@ from lightrft.rollout.shown_samples import examples, sample_rows, table
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import POLICY, save_checked, write_policy
-from lightrft.trainer.training_loop import TrainingRun, best_checkpoint
+from lightrft.trainer.training_loop import TrainingRun, with_whole_weights
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ModelError
@@ -43,19 +40,12 @@ class PolicyRun(TrainingRun):
     """A run that trains the policy of ``roles``, and evaluates it on ``eval_prompts``."""
 
     roles: Roles
-    eval: EvalConfig
-    reward: RewardConfig
     eval_prompts: Sequence[Prompt]
 
     @property
     def costs(self) -> frozenset[str]:
         """Names of the terms that are costs of responses."""
         return frozenset()
-
-    @property
-    def engine_config(self) -> EngineConfig:
-        """The settings ``engine``."""
-        raise NotImplementedError
 
     @property
     def strategy(self) -> Strategy:
@@ -68,14 +58,9 @@ class PolicyRun(TrainingRun):
         return self.roles.trained
 
     @property
-    def times(self) -> EvalConfig:
-        """See ``TrainingRun.times``."""
-        return self.eval
-
-    @property
     def success(self) -> Success:
         """See ``TrainingRun.success``."""
-        return Success(self.reward, self.eval.threshold, self.costs)
+        return Success(self.config.reward, self.config.eval.threshold, self.costs)
 
     def check_evaluation(self) -> None:
         """Raise an error if the eval set has prompts without a reward, or too long ones, or if it
@@ -83,14 +68,15 @@ class PolicyRun(TrainingRun):
         """
         if not self.eval_prompts:
             return
-        check_column(self.eval_prompts, self.eval.sampling, "eval.sampling", "eval.data")
+        sampling = self.config.eval.sampling
+        check_column(self.eval_prompts, sampling, "eval.sampling", "eval.data")
         self.roles.scorer.check_sources(prompt.data_source for prompt in self.eval_prompts)
         check_lengths(
             self.roles.actor,
             self.roles.engine,
-            self.engine_config,
+            self.config.engine,
             longest(self.eval_prompts),
-            self.eval.sampling,
+            sampling,
             "eval.sampling",
             "eval.data",
         )
@@ -126,11 +112,16 @@ class PolicyRun(TrainingRun):
 
     def reached(self, values: Mapping[str, float]) -> bool:
         """Return whether the accuracy has reached ``eval.stop_at``."""
-        return reached(self.eval, values)
+        return reached(self.config.eval, values)
 
     def export(self) -> int:
         """Write the policy as a Hugging Face folder ``model/`` and return its step."""
         return export(self)
+
+    def close(self) -> None:
+        """See ``TrainingRun.close``."""
+        TrainingRun.close(self)
+        self.roles.close()
 
     def show(
         self,
@@ -149,7 +140,7 @@ class PolicyRun(TrainingRun):
         self.health.blame("rollout/frac_reward_failed", failures)
         for reason, count in failures.most_common(3):
             log.info("step %d: %d responses were not scored: %s", done, count, reason)
-        self.health.examples |= examples(rollouts, self.reward)
+        self.health.examples |= examples(rollouts, self.config.reward)
         self.session.fire(RolloutsEvent, done, rollouts=rollouts)
         if logs.samples:
             self.session.observer.note(table(done, rollouts, logs.samples))
@@ -169,7 +160,7 @@ class PolicyRun(TrainingRun):
                     actor, roles.tokenizer, temporary, processor=roles.processor, merge=merge
                 )
 
-        with_whole_weights(self, write)
+        with_whole_weights(self, lambda: Actor.load(self.roles.actor.config), write)
 
 
 def export(run: PolicyRun) -> int:
@@ -182,14 +173,11 @@ def export(run: PolicyRun) -> int:
     merge = can_merge(roles.actor)
     if not merge:
         log.warning(
-            "the weights are quantised, so %s holds the adapters alone; lightrft merge adds them "
-            "to weights that are not",
+            "the weights are quantised, so %s holds the adapters alone; lightrft export adds them "
+            "to these weights, and lightrft merge to those that were not quantised",
             path,
         )
-    # Rank 0 reads every byte of the checkpoints, which may take longer than the timeout.
-    best, step = run_with_keepalive(
-        ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign)
-    )[0]
+    best, step = run.session.best_checkpoint(run.step)
     if best is not None:
 
         def write() -> None:
@@ -203,24 +191,8 @@ def export(run: PolicyRun) -> int:
     def save(actor: Actor) -> None:
         save_checked(actor, path, roles.tokenizer, roles.processor, merge=merge)
 
-    with_whole_weights(run, save)
+    with_whole_weights(run, lambda: Actor.load(roles.actor.config), save)
     return step
-
-
-def with_whole_weights(run: PolicyRun, write: Callable[[Actor], None]) -> None:
-    """Call ``write`` with the current policy on rank 0: with a copy if its weights are sharded."""
-    roles, ranks = run.roles, run.session.ranks
-    if ranks.size == 1:
-        write(roles.actor)
-        return
-    copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
-    parameters = {} if copy is None else dict(copy.named_parameters())
-    # Every rank iterates, since gathering a parameter is a collective call.
-    for name, tensor in roles.strategy.full_parameters(roles.policy.state):
-        if copy is not None:
-            parameters[name].data.copy_(tensor)
-    # On all ranks, so that a full disk on rank 0 ends the run everywhere.
-    run_on_all_ranks(ranks, lambda: None if copy is None else write(copy))
 
 
 def current_engine(run: PolicyRun) -> Engine:
@@ -244,7 +216,7 @@ def current_engine(run: PolicyRun) -> Engine:
             )
     if roles.strategy.ranks.size > 1:
         return roles.engine
-    return CheckedEngine(roles.engine, roles.actor, run.engine_config, was_sent=True)
+    return CheckedEngine(roles.engine, roles.actor, run.config.engine, was_sent=True)
 
 
 def evaluate_responses(run: PolicyRun) -> Metrics:
@@ -257,10 +229,10 @@ def evaluate_responses(run: PolicyRun) -> Metrics:
             engine,
             run.roles.scorer,
             run.eval_prompts,
-            run.eval,
+            run.config.eval,
             run.seed,
             ranks=run.roles.strategy.ranks,
-            reward=run.reward,
+            reward=run.config.reward,
             costs=run.costs,
         )
     # Before the check, so that the responses show why none was scored.
@@ -269,5 +241,5 @@ def evaluate_responses(run: PolicyRun) -> Metrics:
     )
     check_scored(found.rollouts, f"to the eval prompts at step {run.step}")
     run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
-    run.health.examples |= examples(found.rollouts, run.reward, evaluated=True)
+    run.health.examples |= examples(found.rollouts, run.config.reward, evaluated=True)
     return found.metrics

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from lightrft.algorithms.requirements import Requirements
-from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
@@ -74,11 +73,6 @@ class RLRun(PolicyRun):
     def costs(self) -> frozenset[str]:
         """See ``PolicyRun.costs``."""
         return self.config.algorithm.lagrangian.names
-
-    @property
-    def engine_config(self) -> EngineConfig:
-        """See ``PolicyRun.engine_config``."""
-        return self.config.engine
 
     @property
     def samples(self) -> bool:
@@ -228,7 +222,7 @@ class RLRun(PolicyRun):
         if self.async_generator is not None:
             self.async_generator.close()
         self.stream.close()
-        self.roles.close()
+        PolicyRun.close(self)
 
 
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
@@ -290,11 +284,8 @@ def prepare(config: RLConfig, requirements: Requirements, session: RunSession) -
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
-        eval=config.eval,
-        reward=config.reward,
         eval_prompts=prompts,
         roles=roles,
-        seed=config.run.seed,
         steps=steps,
         config=config,
         requirements=requirements,

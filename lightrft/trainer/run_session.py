@@ -42,6 +42,7 @@ from lightrft.strategy.checkpoint import (
     save_state,
     verify,
 )
+from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.hub_pushes import HubPushes
 from lightrft.trainer.run_summary import headline, samples
 from lightrft.utils.atomic_files import write_atomic
@@ -233,6 +234,31 @@ class RunSession:
             return None, 0
         path, manifest = found
         return path, manifest.step
+
+    def best_checkpoint(self, step: int) -> tuple[Path | None, int]:
+        """Return the best checkpoint and its step. All ranks must call it.
+
+        The checkpoint is None if the weights of the current ``step`` are the best, or if the run
+        names no metric. The step is then the current one.
+        """
+
+        def find(sign: Callable[[], None]) -> tuple[Path | None, int]:
+            if self.ranks.rank or self.checkpoint.best is None:
+                return None, step
+            best = self.store.best_intact(sign)
+            if best is None:
+                log.warning(
+                    "checkpoint.best = %r: no checkpoint has this metric; model/ holds the last "
+                    "step",
+                    self.checkpoint.best,
+                )
+                return None, step
+            # The current weights are those of the newest checkpoint, and need not be read again.
+            found = load_manifest(best).step
+            return None if found == step else best, found
+
+        # Rank 0 reads every byte of the checkpoints, which may take longer than the timeout.
+        return run_with_keepalive(self.ranks, find)[0]
 
     def fire(self, event: type[RunEvent], number: int, **fields: Any) -> None:
         """Call the callback of an event, and take over its request to stop.

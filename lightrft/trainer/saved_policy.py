@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +14,10 @@ from lightrft.config.base import Tree, build
 from lightrft.config.data import MediaConfig
 from lightrft.config.model import ModelConfig, loading_settings
 from lightrft.config.verbs import ExportConfig
+from lightrft.engines.sending.merged_adapters import whole_weights
 from lightrft.models.actor import Actor
+from lightrft.models.loading.adapter_base import saved_adapters
+from lightrft.models.loading.adapter_folder import lora_of
 from lightrft.models.loading.export_check import check_adapters, check_export, probe_logits
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
@@ -206,7 +210,7 @@ def write_policy(
     Raises:
         CheckpointError: the weights are not of this model.
         ConfigError: ``merge`` is False and the model has no adapters.
-        ModelError: the start model cannot be loaded, or its quantized weights cannot be merged.
+        ModelError: the start model cannot be loaded, or an adapter cannot be merged.
     """
     actor = Actor.load(model)
     if not merge and not actor.has_adapters:
@@ -215,7 +219,22 @@ def write_policy(
             "it out"
         )
     load_weights(actor, weights)
+    if merge and model.load_in_4bit:
+        actor = _whole(actor)
     save_checked(actor, path, tokenizer, processor, merge=merge)
+
+
+@torch.no_grad()
+def _whole(policy: Actor) -> Actor:
+    """Return the start model with the weights that ``policy``, in 4 bits, computes with."""
+    found = saved_adapters(policy.config)
+    start = policy.config if found is None else found.base
+    plain = Actor.load(start.model_copy(update={"load_in_4bit": False, "lora": None}))
+    parameters = dict(plain.model.named_parameters())
+    own = policy.model.named_parameters()
+    for name, weight in whole_weights(own, lora_of(policy.config)):
+        parameters[name].copy_(weight)
+    return plain
 
 
 def save_checked(
@@ -252,7 +271,8 @@ def save_checked(
             check_adapters(temporary, actor.model)
         if processor is not None:
             start = tokenizer.name_or_path if merge else None
-            check_processor(temporary, processor, tokenizer, start)
+            trusted = actor.config.trust_remote_code
+            check_processor(temporary, processor, tokenizer, start, trust_remote_code=trusted)
 
 
 def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:

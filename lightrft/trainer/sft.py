@@ -8,20 +8,23 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig, SFTConfig
-from lightrft.datasets.prompt_dataset import EncodedDataset
+from lightrft.datasets.encoded_dataset import EncodedDataset
 from lightrft.datasets.row_warnings import check_held_out, check_rows
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.learner.sft_step import examples_to_batch, sft_step, with_noise, with_sources
-from lightrft.learner.supervised_evaluation import evaluate_supervised
+from lightrft.learner.sft_step import (
+    evaluate_supervised,
+    examples_to_batch,
+    sft_step,
+    with_noise,
+    with_sources,
+)
 from lightrft.models.processors import Processor, load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.observability.observer import Observer
 from lightrft.observability.trackers import Summary
 from lightrft.roles import Roles, TrainableModel
-from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.checks.preflight import check_enough
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
@@ -31,34 +34,15 @@ from lightrft.trainer.supervised import (
     supervised_policy,
 )
 from lightrft.trainer.training_loop import run_training
-from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer, policy_scorer
 
 
 @dataclass(slots=True, kw_only=True)
 class SFTRun(PolicyRun):
-    """An SFT run, whose steps take conversations of ``dataset`` in the order of ``sampler``."""
+    """An SFT run, whose steps take conversations of ``dataset``."""
 
     config: SFTConfig
     dataset: SFTDataset
-    validation: SFTDataset | None = None
-    sampler: PromptSampler
-
-    @property
-    def engine_config(self) -> EngineConfig:
-        """See ``PolicyRun.engine_config``."""
-        return self.config.engine
-
-    @property
-    def validates(self) -> bool:
-        """There are held-out conversations."""
-        return self.validation is not None
-
-    def begin(self) -> None:
-        """Raise ``ConfigError`` if a conversation exceeds the model's context length."""
-        for dataset in (self.dataset, self.validation):
-            if dataset is not None:
-                check_examples(self.roles.actor, dataset.longest, self.config.max_tokens)
 
     def train_step(self) -> Metrics:
         """Take one step on the next ``batch_size`` conversations."""
@@ -79,26 +63,9 @@ class SFTRun(PolicyRun):
 
     def validate(self) -> Metrics:
         """Return the loss of the held-out conversations."""
-        if self.validation is None:
-            return Metrics()
         config = self.config
         budget = config.train.micro_batch_tokens
         return evaluate_supervised(self.roles, self.validation, config.batch_size, budget)
-
-    def state(self) -> State:
-        """Return the state of the sampler."""
-        return {"sampler": self.sampler.state_dict()}
-
-    def load_state(self, state: State) -> None:
-        """Restore the result of ``state``."""
-        self.sampler.load_state_dict(state["sampler"])
-
-    def close(self) -> None:
-        """Cancel reads of media that have not started, and close the roles."""
-        for dataset in (self.dataset, self.validation):
-            if dataset is not None:
-                dataset.prefetch(())
-        self.roles.close()
 
 
 def run_sft(config: SFTConfig, observer: Observer | None = None) -> Summary:
@@ -118,8 +85,6 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     strategy, actor, engine = supervised_policy(config, session, tokenizer, [prompts])
     return SFTRun(
         session=session,
-        eval=config.eval,
-        reward=config.reward,
         eval_prompts=prompts,
         roles=Roles(
             strategy=strategy,
@@ -129,7 +94,6 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
             tokenizer=tokenizer,
             processor=processor,
         ),
-        seed=config.run.seed,
         steps=steps,
         config=config,
         dataset=dataset,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightrft.config.base import changed_fields
 from lightrft.config.reward import RewardConfig
 from lightrft.config.verbs import GivenDataConfig, SupervisedConfig
-from lightrft.datasets.prompt_dataset import EncodedDataset
+from lightrft.datasets.encoded_dataset import EncodedDataset
 from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.rewards.startup_check import check_rewards

@@ -29,7 +29,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from torch import nn
 
 from lightrft.config.base import below, build, deep_merge, dotted
 from lightrft.config.verbs import GivenDataConfig, RLConfig
@@ -54,8 +56,8 @@ from lightrft.observability.trackers import ReadRow, Summary
 from lightrft.rewards.success import Success
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
-from lightrft.strategy.manifest import load_manifest
 from lightrft.strategy.single import change_lr
+from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.checks.preflight import check_best
 from lightrft.trainer.device_use import DeviceUse, watched
 from lightrft.trainer.environment import environment
@@ -81,6 +83,7 @@ from lightrft.utils.seeding import derive_seed, seed_everything
 from lightrft.utils.state_io import State
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=nn.Module)
 
 STEP_ERRORS = (RewardError, ConfigError, ModelError, ResourceError)
 """Errors of rewards, engine and disk, which end a run and leave its weights as they are."""
@@ -107,20 +110,24 @@ class TrainingRun(ABC):
     A subclass defines the models, a step and the state that the next step reads.
 
     Attributes:
+        dataset: The rows that steps take in the order of ``sampler``, if the run has them.
+        validation: The rows held out from training, if there are any.
         is_unevaluated: The run has resumed from a step whose weights the engine did not get, or
             whose evaluation failed.
         use: Measures the use of the device.
     """
 
     session: RunSession
-    seed: int
+    config: Any
     steps: int
     step: int = 0
     values: ReadRow = field(default_factory=dict)
     health: Health = field(default_factory=Health)
     is_unevaluated: bool = False
     use: DeviceUse | None = None
-    config: Any = None
+    dataset: Any = None
+    validation: Any = None
+    sampler: Any = None
     changeable: ClassVar[tuple[str, ...]] = ("optimizer.lr",)
     """Settings that callbacks may change."""
 
@@ -135,24 +142,29 @@ class TrainingRun(ABC):
         """The models that a checkpoint saves, by name."""
 
     @property
-    @abstractmethod
+    def seed(self) -> int:
+        """The setting ``run.seed``."""
+        return self.config.run.seed
+
+    @property
     def times(self) -> EvaluationTimes:
         """When the run is evaluated."""
+        return self.config.eval
 
     @abstractmethod
     def train_step(self) -> Metrics:
         """Take one step. Raises ``GenerationInterrupted`` if it stopped halfway, with its state
         unchanged."""
 
-    @abstractmethod
     def state(self) -> State:
         """Return the plain data that the next step reads, except weights, optimizer and random
         state.
         """
+        return {"sampler": self.sampler.state_dict()}
 
-    @abstractmethod
     def load_state(self, state: State) -> None:
         """Restore the result of ``state``."""
+        self.sampler.load_state_dict(state["sampler"])
 
     @abstractmethod
     def export(self) -> int:
@@ -165,15 +177,20 @@ class TrainingRun(ABC):
     def begin(self) -> None:
         """Check lengths, and compute what must be known before a checkpoint replaces the
         weights."""
-        return
+        model = next(iter(self.trained.values())).model
+        for rows in (self.dataset, self.validation):
+            if rows is not None:
+                check_examples(model, rows.longest, self.config.max_tokens)
 
     def check_evaluation(self) -> None:
         """Raise an error if the run cannot be evaluated as configured."""
         return
 
     def close(self) -> None:
-        """Cancel background work and close the roles."""
-        return
+        """Cancel background work, such as reads of media, and close the roles."""
+        for rows in (self.dataset, self.validation):
+            if rows is not None:
+                rows.prefetch(())
 
     def publish(self) -> None:
         """Send the weights to whatever reads them besides training."""
@@ -195,11 +212,11 @@ class TrainingRun(ABC):
     @property
     def validates(self) -> bool:
         """There are examples held out from training, which ``validate`` measures."""
-        return False
+        return self.validation is not None
 
     def validate(self) -> Metrics:
-        """Return metrics of the examples that are held out from training."""
-        return Metrics()
+        """Return metrics of ``validation``."""
+        raise NotImplementedError
 
     @property
     def evaluates(self) -> bool:
@@ -212,7 +229,7 @@ class TrainingRun(ABC):
         with ExitStack() as modes:
             for role in self.trained.values():
                 modes.enter_context(evaluation_mode(role.model))
-            return self.validate()
+            return self.validate() if self.validates else Metrics()
 
     def with_change(self, name: str, value: Any) -> Any:
         """Return the config with another value of a setting.
@@ -441,27 +458,26 @@ def export_or_say(run: TrainingRun) -> int:
         raise
 
 
-def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | None, int]:
-    """Return the best checkpoint and its step.
+def with_whole_weights(run: TrainingRun, load: Callable[[], M], write: Callable[[M], None]) -> None:
+    """Call ``write`` with the first model that is trained, on rank 0.
 
-    The checkpoint is None if the current policy is the best, or if the run names no metric. The
-    step is then the current one.
+    Args:
+        run: The run.
+        load: Loads a copy of the model, which gets the weights if they are sharded.
+        write: Writes the model.
     """
-    session, metric = run.session, run.session.checkpoint.best
-    if metric is None:
-        return None, run.step
-    best = session.store.best_intact(sign)
-    if best is None:
-        log.warning(
-            "checkpoint.best = %r: no checkpoint has this metric; model/ holds the last step",
-            metric,
-        )
-        return None, run.step
-    step = load_manifest(best).step
-    # The current weights are those of the newest checkpoint, and need not be read again.
-    if step == run.step:
-        return None, step
-    return best, step
+    ranks, trained = run.session.ranks, next(iter(run.trained.values()))
+    if ranks.size == 1:
+        write(trained.model)
+        return
+    copy = load() if ranks.rank == 0 else None
+    parameters = {} if copy is None else dict(copy.named_parameters())
+    # Every rank iterates, since gathering a parameter is a collective call.
+    for name, tensor in run.strategy.full_parameters(trained.state):
+        if copy is not None:
+            parameters[name].data.copy_(tensor)
+    # On all ranks, so that a full disk on rank 0 ends the run everywhere.
+    run_on_all_ranks(ranks, lambda: None if copy is None else write(copy))
 
 
 def finish_step(run: TrainingRun, metrics: Metrics, *, is_first: bool = False) -> ReadRow:

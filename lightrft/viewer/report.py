@@ -19,10 +19,9 @@ from lightrft.viewer.formatting import compact, css_of, percent
 from lightrft.viewer.groups import Extract, groups
 from lightrft.viewer.page import page
 from lightrft.viewer.plots import Plot
-from lightrft.viewer.reward_scores import reward_plots, reward_section
+from lightrft.viewer.reward_scores import is_of_steps, reward_plots, reward_section
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers
-from lightrft.viewer.step_scores import is_of_steps
 
 FOOTER = "Written by lightrft from the files next to this page."
 JUDGED = {

@@ -135,12 +135,7 @@ def local_served(
     """
     own = engine.starts_server
     if own:
-        check_replica(engine.kind, model, tensor_parallel_size)
-    elif trains and model.load_in_4bit:
-        raise ConfigError(
-            f"engine.kind = {engine.kind} sends whole weights, and model.load_in_4bit = true has "
-            "others; leave out model.load_in_4bit, or set engine.kind=native"
-        )
+        check_replica(engine.kind, tensor_parallel_size)
 
     def make() -> Engine | None:
         if ranks.rank and not own:
@@ -419,6 +414,12 @@ def _trainable(built: HTTPEngine, model: ModelConfig, *, trains: bool) -> Served
         )
     if built.is_own or not trains:
         return built
+    if folder is not None and model.load_in_4bit:
+        raise ConfigError(
+            f"engine.weights_dir = {folder} with model.load_in_4bit = true: a server that gets "
+            "adapters alone keeps the weights that were not quantised; leave out "
+            "engine.weights_dir, and merged weights are sent"
+        )
     media = None
     if kinds := media_kinds(model):
         # a server that gets adapters has not our backend of weight transfer

@@ -68,7 +68,7 @@ def local_vllm(
         ConfigError: vLLM is not installed, or cannot hold this policy.
         ModelError: vLLM read other weights than the policy has.
     """
-    check_replica("vllm", model, tensor_parallel_size)
+    check_replica("vllm", tensor_parallel_size)
     built = build_vllm(model, engine, tokenizer, decoder, ranks, dtype)
     # the weights of several ranks are read later, and each step sends them
     if loads and ranks.size == 1:
@@ -216,21 +216,15 @@ def installed_version() -> str:
     return next(iter(found.values()), "").partition("+")[0]
 
 
-def check_replica(kind: str, model: ModelConfig, tensor_parallel_size: int = 1) -> None:
+def check_replica(kind: str, tensor_parallel_size: int) -> None:
     """Raise ``ConfigError`` for a run whose policy an engine with a copy on each rank cannot hold.
 
     Args:
         kind: The setting ``engine.kind``.
-        model: The model to load.
         tensor_parallel_size: The setting ``strategy.tensor_parallel``.
     """
     if tensor_parallel_size > 1:
         raise ConfigError(
             f"engine.kind = {kind} keeps a whole model on each rank, and strategy.tensor_parallel = "
             f"{tensor_parallel_size} shards it; set strategy.tensor_parallel=1, or engine.kind=native"
-        )
-    if model.load_in_4bit:
-        raise ConfigError(
-            f"engine.kind = {kind} loads whole weights, and model.load_in_4bit = true has others; "
-            "leave out model.load_in_4bit, or set engine.kind=native"
         )

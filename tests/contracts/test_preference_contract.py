@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.contracts import preference_checks
+from lightrft.algorithms.contracts import loss_checks
 from lightrft.algorithms.contracts.checks import ContractViolation
 from lightrft.algorithms.contracts.preference_cases import leaning, pairs, ranked_groups
 from lightrft.algorithms.contracts.run_checks import CHECKS, run_contract_checks
@@ -112,14 +112,14 @@ def test_a_faulty_preference_loss_is_caught(
     function: Callable[..., Any], check: str, said: str
 ) -> None:
     with pytest.raises(ContractViolation, match=re.escape(said)):
-        getattr(preference_checks, check)(function)
+        getattr(loss_checks, check)(function)
 
 
 def test_a_batch_loss_that_says_so_may_couple_the_pairs() -> None:
     function = of_kind("pair")(lambda data, settings: relative_to_the_batch(data, settings))
     function.needs = {"whole_batch"}
-    preference_checks.check_preference_loss_is_by_example(function)
-    assert preference_checks.kind_of_loss(function) == "pair"
+    loss_checks.check_preference_loss_is_by_example(function)
+    assert loss_checks.kind_of_loss(function) == "pair"
 
 
 def test_a_registered_preference_loss_can_be_checked_by_its_name_and_options() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.contracts import checks, preference_checks, reward_checks
+from lightrft.algorithms.contracts import checks, loss_checks
 from lightrft.algorithms.group_filters import FILTERS
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
@@ -37,8 +37,8 @@ TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (TOKEN_MASKS, checks.TOKEN_MASK_CHECKS),
     (SHAPINGS, checks.SHAPING_CHECKS),
     (FILTERS, checks.FILTER_CHECKS),
-    (PREFERENCE_LOSSES, preference_checks.PREFERENCE_CHECKS),
-    (REWARD_LOSSES, reward_checks.REWARD_CHECKS),
+    (PREFERENCE_LOSSES, loss_checks.PREFERENCE_CHECKS),
+    (REWARD_LOSSES, loss_checks.REWARD_CHECKS),
 ]
 CONTRACTS = [
     pytest.param(
@@ -63,7 +63,7 @@ def test_every_registered_function_keeps_its_contract(
 
 def test_every_check_of_the_module_is_in_a_list() -> None:
     listed = {check.__name__ for _, every in TABLES for check in every}
-    names = [*vars(checks), *vars(preference_checks), *vars(reward_checks)]
+    names = [*vars(checks), *vars(loss_checks)]
     assert listed == {name for name in names if name.startswith("check_")} - {"check_order"}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.contracts import reward_checks
+from lightrft.algorithms.contracts import loss_checks
 from lightrft.algorithms.contracts.checks import ContractViolation
 from lightrft.algorithms.contracts.reward_cases import scored_cases
 from lightrft.algorithms.contracts.run_checks import CHECKS, run_contract_checks
@@ -136,7 +136,7 @@ def test_a_faulty_loss_of_reward_models_is_caught(
     function: Callable[..., Any], check: str, said: str
 ) -> None:
     with pytest.raises(ContractViolation, match=re.escape(said)):
-        getattr(reward_checks, check)(function)
+        getattr(loss_checks, check)(function)
 
 
 def test_a_registered_loss_of_reward_models_can_be_checked_by_its_name_and_options() -> None:

@@ -241,7 +241,7 @@ def test_adapters_of_a_classifier_are_refused_until_they_are_merged(
 def test_a_reward_model_that_is_kept_as_adapters_is_served_and_evaluated(
     capsys, monkeypatch, rl_tree, tmp_path
 ):
-    can_merge = "lightrft.trainer.reward_model.export.can_merge"
+    can_merge = "lightrft.trainer.reward_model.base.can_merge"
     rows = f"data.sources={tmp_path / 'preferences.jsonl'}"
     found: dict[str, list[float]] = {}
     for name in ("merged", "kept"):

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,23 @@ def test_a_run_over_http_has_the_numbers_of_the_native_engine(
     assert_same(numbers(served(rl_tree, url)), expected)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+FOUR_BITS = pytest.param(
+    {"lora": {"rank": 4}, "load_in_4bit": True},
+    id="4 bits",
+    marks=[
+        pytest.mark.quant,
+        pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    "model", [{"lora": {"rank": 4}}, {"lora": {"rank": 4, "dora": True}}, FOUR_BITS], ids=str
+)
 def test_adapters_are_sent_as_merged_weights_and_give_the_numbers_of_the_native_engine(
-    dora: bool, rl_tree: dict[str, Any], url: str
+    model: dict[str, Any], rl_tree: dict[str, Any], url: str
 ) -> None:
-    lora = {"model": {"lora": {"rank": 4, "dora": dora}}, "optimizer": {"lr": 1e-2}}
-    tree = deep_merge(rl_tree, lora)
+    tree = deep_merge(rl_tree, {"model": model, "optimizer": {"lr": 1e-2}})
     expected = numbers(deep_merge(tree, {"run": {"name": "native"}}))
     assert_same(numbers(served(tree, url)), expected)
 

@@ -19,8 +19,10 @@ from transformers import (
 )
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.loading.from_pretrained import load_model
+from lightrft.models.loading.from_pretrained import load_model, model_settings
+from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.reward_model import RewardModel
+from lightrft.models.tiny import tiny_media_model, tiny_media_tokenizer
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
 from lightrft.utils.errors import ModelError
@@ -217,6 +219,44 @@ def test_adapters_that_name_no_base_are_merged_into_base_model(lightrft, tmp_pat
     done = lightrft(*words, f"base_model={base}")
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_adapters_that_a_class_switches_by_prompt_are_refused_and_can_be_merged(lightrft, tmp_path):
+    """Those of Granite Speech act on prompts with sounds alone, and their folder has the model too."""
+    tokenizer, both = tiny_media_tokenizer("granite_speech"), tmp_path / "both"
+    copy = tmp_path / "copy"
+    model: Any = tiny_media_model("granite_speech", tokenizer)
+    for layer in model.model.encoder.layers:
+        # Statistics are weights too, although no parameters.
+        layer.conv.batch_norm.running_mean += torch.arange(64)
+    save_model(model, tokenizer, copy)
+    model.add_adapter(LoraConfig(r=2, target_modules=QV, init_lora_weights=False))
+    model.save_pretrained(str(both))
+    tokenizer.save_pretrained(both)
+    message = r"sounds alone \(has_lora_adapter.*lightrft merge FOLDER base_model=COPY"
+    with pytest.raises(ModelError, match=message):
+        load_model(ModelConfig(path=str(both)))
+    done = lightrft("merge", both, f"base_model={copy}", f"output={tmp_path / 'out'}")
+    assert done.status == 0, done.err
+    with torch.no_grad():
+        expected = model.eval()(input_ids=IDS).logits
+        plain = load_model(ModelConfig(path=str(copy))).float()(input_ids=IDS).logits
+        found = load_model(ModelConfig(path=str(tmp_path / "out"))).float()(input_ids=IDS).logits
+    assert (plain - expected).abs().max() > 0.01
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    before, after = (load_file(folder / "model.safetensors") for folder in (copy, tmp_path / "out"))
+    assert set(before) == set(after)
+    assert all(torch.equal(t, after[k]) for k, t in before.items() if ".encoder." in k)
+
+
+def test_adapters_that_a_class_switches_by_prompt_are_refused_on_the_hub(tmp_path, monkeypatch):
+    """A folder stands for a repository: its name is no path of adapters here."""
+    model: Any = tiny_media_model("granite_speech")
+    model.add_adapter(LoraConfig(r=2, target_modules=QV))
+    model.save_pretrained(str(tmp_path))
+    monkeypatch.setattr("lightrft.models.loading.from_pretrained.base_of", lambda config: config)
+    with pytest.raises(ModelError, match=r"sounds alone \(has_lora_adapter"):
+        model_settings(ModelConfig(path=str(tmp_path)))
 
 
 def test_adapters_in_the_names_of_an_older_transformers_are_merged(lightrft, tmp_path):

@@ -18,9 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lightrft.config.base import build, deep_merge
+from lightrft.config.model import ModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, KTOConfig, PRMVerbConfig, RMConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceExample
-from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.learner.preference_batch import preference_to_batch
+from lightrft.models.actor import Actor
 from lightrft.models.families import FAMILIES
 from lightrft.models.tiny import save_tiny_media
 from lightrft.observability.trackers import read_rows
@@ -225,6 +227,17 @@ def test_weights_in_four_bits_train_adapters_that_resume_and_merge(
     start = load_file(plain / "model" / "model.safetensors")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert any(not torch.equal(one[name], start[name]) for name in one)
+    exported = tmp_path / "exported"
+    outcome = command(capsys, "export", tmp_path / "run", f"output={exported}")
+    assert outcome.status == 0, outcome.err
+    folder = str(tmp_path / "run" / "model")
+    trained = Actor.load(ModelConfig(path=folder, dtype="float32", load_in_4bit=True))
+    trained.use_attention("padded")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad():
+        found, expected = (model(input_ids=ids).logits for model in (whole, trained.base))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +256,7 @@ def test_a_response_has_the_log_probs_of_a_plain_forward_of_transformers(
         batches.append(preference_to_batch(examples))
         return batches[-1]
 
-    monkeypatch.setattr("lightrft.trainer.preference.given.preference_to_batch", kept)
+    monkeypatch.setattr("lightrft.trainer.preference.run.preference_to_batch", kept)
     (row,) = train("dpo", tmp_path, one, {"batch_size": 1, "train": {"steps": 1}})
     (batch,) = batches
     loader = getattr(transformers, FAMILIES[family].loader)

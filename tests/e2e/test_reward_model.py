@@ -126,7 +126,7 @@ def test_adapters_that_cannot_be_added_are_written_with_the_heads_and_give_the_s
 ):
     lora = {"model": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-2}}
     rm(lora)
-    monkeypatch.setattr("lightrft.trainer.reward_model.export.can_merge", lambda model: False)
+    monkeypatch.setattr("lightrft.trainer.reward_model.base.can_merge", lambda model: False)
     rm(lora, run={"name": "apart"})
     apart = tmp_path / "apart" / "model"
     assert (apart / "adapter_config.json").is_file() and not (apart / "config.json").exists()

@@ -93,9 +93,7 @@ def test_recorded_results_are_of_the_recipes_as_they_are(file: Path):
 
 
 def test_the_page_of_results_is_what_the_script_writes():
-    (file,) = FILES
-    machine = file.stem.removeprefix("smollm2-")
-    lines = smollm2.lines_of(file)
-    assert smollm2.PAGE.read_text(encoding="utf-8") == smollm2.page(lines, machine)
-    for name, text in smollm2.pictures(lines, machine).items():
+    results = smollm2.all_results()
+    assert smollm2.PAGE.read_text(encoding="utf-8") == smollm2.page(results)
+    for name, text in smollm2.pictures(results).items():
         assert (smollm2.RESULTS / name).read_text(encoding="utf-8") == text

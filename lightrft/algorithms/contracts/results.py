@@ -20,15 +20,16 @@ from lightrft.algorithms.contracts.checks import (
     shaped,
     there,
 )
-from lightrft.algorithms.contracts.preference_cases import preferences
-from lightrft.algorithms.contracts.preference_checks import kind_of_loss, losses_of_preferences
-from lightrft.algorithms.contracts.reward_cases import scored_cases
-from lightrft.algorithms.contracts.reward_checks import (
+from lightrft.algorithms.contracts.loss_checks import (
     about_reward_loss,
     head_of,
+    kind_of_loss,
+    losses_of_preferences,
     number_of_losses,
     reward_losses,
 )
+from lightrft.algorithms.contracts.preference_cases import preferences
+from lightrft.algorithms.contracts.reward_cases import scored_cases
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.types import Batch
 

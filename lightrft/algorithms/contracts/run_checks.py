@@ -9,8 +9,7 @@ from types import FunctionType
 
 from lightrft.algorithms.contracts import checks, results
 from lightrft.algorithms.contracts.checks import ContractViolation
-from lightrft.algorithms.contracts.preference_checks import PREFERENCE_CHECKS
-from lightrft.algorithms.contracts.reward_checks import REWARD_CHECKS
+from lightrft.algorithms.contracts.loss_checks import PREFERENCE_CHECKS, REWARD_CHECKS
 from lightrft.algorithms.validate.component_kinds import (
     COMPONENT_KINDS,
     Function,

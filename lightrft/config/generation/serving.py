@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -11,15 +11,6 @@ from lightrft.config.data import AllowConfig, MediaConfig
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import SamplingConfig
-
-
-def _refuse_check(engine: EngineConfig) -> None:
-    """Raise ``ValueError`` for ``engine.check_logprobs``, which no server reads."""
-    if not engine.check_logprobs:
-        raise ValueError(
-            "engine.check_logprobs = false changes nothing for a server, which compares no "
-            "log-probs; leave it out"
-        )
 
 
 class HTTPConfig(Settings):
@@ -60,11 +51,8 @@ class BatchingConfig(Settings):
     """Longest time in milliseconds that a request waits for others to share its batch."""
 
 
-class ServeConfig(Settings):
-    """The settings of ``lightrft serve``: a generative model behind HTTP."""
-
-    paths: ClassVar[tuple[str, ...]] = ("weights_token_file",)
-    """The settings of this section that are paths."""
+class ServerConfig(Settings):
+    """Settings that all servers have."""
 
     model: ModelConfig = ModelConfig()
     """Model, run folder or checkpoint."""
@@ -72,18 +60,8 @@ class ServeConfig(Settings):
     """Name of the model in answers; ``null`` takes ``model.path``."""
     http: HTTPConfig = HTTPConfig()
     """Address, tokens and limits."""
-    media: MediaConfig = MediaConfig(allow=AllowConfig(roots=()))
-    """Images, video and audio of requests. Without ``allow.roots``, no request can name a file of
-    the server."""
-    sampling: SamplingConfig = SamplingConfig(max_new_tokens=512)
-    """Generation, where a request sets nothing else."""
     engine: EngineConfig = EngineConfig()
     """Engine of the server."""
-    weights_token_file: str | None = None
-    """File of bearer tokens, as ``http.token_file``, of those who may replace the weights, such as
-    a run with ``engine.kind: http``. ``null`` lets nobody replace them."""
-    max_tokens_per_micro_batch: int = Field(16384, ge=1)
-    """Largest number of tokens of a forward pass that computes ``logprobs`` of a request."""
     device: str = "auto"
     """Device of the model, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where there
     is one."""
@@ -91,20 +69,38 @@ class ServeConfig(Settings):
     """Number of CPU threads; 0 leaves it to torch."""
 
     @model_validator(mode="after")
-    def _compares_no_logprobs(self) -> ServeConfig:
-        _refuse_check(self.engine)
+    def _compares_no_logprobs(self) -> Self:
+        if not self.engine.check_logprobs:
+            raise ValueError(
+                "engine.check_logprobs = false changes nothing for a server, which compares no "
+                "log-probs; leave it out"
+            )
         return self
 
 
-class ServeRMConfig(Settings):
+class ServeConfig(ServerConfig):
+    """The settings of ``lightrft serve``: a generative model behind HTTP."""
+
+    paths: ClassVar[tuple[str, ...]] = ("weights_token_file",)
+    """The settings of this section that are paths."""
+
+    media: MediaConfig = MediaConfig(allow=AllowConfig(roots=()))
+    """Images, video and audio of requests. Without ``allow.roots``, no request can name a file of
+    the server."""
+    sampling: SamplingConfig = SamplingConfig(max_new_tokens=512)
+    """Generation, where a request sets nothing else."""
+    weights_token_file: str | None = None
+    """File of bearer tokens, as ``http.token_file``, of those who may replace the weights, such as
+    a run with ``engine.kind: http``. ``null`` lets nobody replace them."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Largest number of tokens of a forward pass that computes ``logprobs`` of a request."""
+
+
+class ServeRMConfig(ServerConfig):
     """The settings of ``lightrft serve-rm``: a reward model behind HTTP."""
 
     model: ModelConfig = ModelConfig()
     """Reward model with heads, or generative reward model."""
-    name: str | None = None
-    """Name of the model in answers; ``null`` takes ``model.path``."""
-    http: HTTPConfig = HTTPConfig()
-    """Address, tokens and limits."""
     batching: BatchingConfig = BatchingConfig()
     """Batches of requests that wait for scores. A generative model generates for all requests at
     once, and takes only ``max_tokens``, for log-probs."""
@@ -115,19 +111,9 @@ class ServeRMConfig(Settings):
     """Generation by a generative reward model, where a request sets nothing else."""
     engine: EngineConfig = EngineConfig()
     """Engine of a generative reward model."""
-    device: str = "auto"
-    """Device of the model, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where there
-    is one."""
-    threads: int = Field(0, ge=0)
-    """Number of CPU threads; 0 leaves it to torch."""
-
-    @model_validator(mode="after")
-    def _compares_no_logprobs(self) -> ServeRMConfig:
-        _refuse_check(self.engine)
-        return self
 
 
-class ServeTinkerConfig(Settings):
+class ServeTinkerConfig(ServerConfig):
     """The settings of ``lightrft serve-tinker``: training and sampling by tinker's client."""
 
     paths: ClassVar[tuple[str, ...]] = ("dir",)
@@ -143,21 +129,13 @@ class ServeTinkerConfig(Settings):
     lora_alpha: float = Field(32.0, gt=0)
     """Scale of the adapters: their product counts ``lora_alpha / rank`` times. The client gives the
     rank. Adapters of a checkpoint keep their scale."""
-    http: HTTPConfig = HTTPConfig()
-    """Address, tokens and limits."""
     engine: EngineConfig = EngineConfig()
     """Engine that samples."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Largest number of tokens of a forward pass."""
-    device: str = "auto"
-    """Device of the model, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where there
-    is one."""
-    threads: int = Field(0, ge=0)
-    """Number of CPU threads; 0 leaves it to torch."""
 
     @model_validator(mode="after")
     def _is_base(self) -> ServeTinkerConfig:
-        _refuse_check(self.engine)
         if self.model.lora is not None:
             raise ValueError(
                 "model.lora: each client gives the rank of its adapter; leave it out, and set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -14,6 +15,7 @@ from lightrft.config.other_names.rows import (
     Unclear,
     ValueTable,
     as_list,
+    by_hand,
 )
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
@@ -133,7 +135,45 @@ def sources(value: Any, options: Options) -> Any:
             one = {"path": counted[1], "subset": counted[2], "limit": int(counted[3])}
             one = {key: part for key, part in one.items() if part is not None}
         found.append(one)
+    own: dict[str, Any] = {}
+    # a name alone is answered without the other options
+    with suppress(Unclear):
+        own = {key: first(options, *names) for key, names in OF_A_SOURCE.items()}
+    own = {key: given for key, given in own.items() if given is not None}
+    if len(found) == 1 and own and own != {"split": "train"}:
+        [one] = found
+        found = [(one if isinstance(one, dict) else {"path": one}) | own]
     return found
+
+
+OF_A_SOURCE = {
+    "subset": ("dataset_config", "subset"),
+    "split": (
+        *("dataset_split", "dataset_train_split", "prompt_split", "train_split"),
+        *("data.dataset_split", "data.prompt_split"),
+    ),
+    "limit": ("max_samples", "data.max_samples", "data.train_max_samples"),
+}
+"""Options of the only source of a config, by the field of a source."""
+SOURCES = (
+    *("dataset", "dataset_name", "dataset_path", "prompt_data", "train_data", "train_dataset"),
+    *("train_file", "train_files", "data.dataset", "data.prompt_dataset", "data.train_files"),
+    *("data_files", "data.path", "datasets"),
+)
+"""Options that name sources of rows."""
+
+
+def of_a_source(value: Any, options: Options) -> Any:
+    """Convert to no setting what ``sources`` reads for the only source, and the usual split."""
+    given = as_list(first(options, *SOURCES), options)
+    if value == "train" or (isinstance(given, list) and len(given) == 1):
+        return Converted()
+    return by_hand(value, options)
+
+
+def held_out_split(value: Any, options: Options) -> Any:
+    """Convert to no setting what a default of TRL's scripts reads."""
+    return Converted() if "dataset_name" in options else by_hand(value, options)
 
 
 def trackers(value: Any, options: Options) -> Converted:

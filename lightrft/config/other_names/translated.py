@@ -240,24 +240,22 @@ MODELS = (
 
 DATA = (
     NameRow(
-        "dataset dataset_name dataset_path prompt_data train_data train_dataset train_file "
-        "train_files data.dataset data.prompt_dataset data.train_files data_files data.path "
-        "datasets",
+        " ".join(to.SOURCES),
         "data.sources",
         "files, folders or names on the hub; a name of another framework's registry is none; "
         "#1000 of ms-swift takes rows at random, and limit the first",
         to.sources,
     ),
-    NameRow("trl:path", "data.sources.path", "it belongs to a source", by_hand),
-    NameRow("trl:split", "data.sources.split", "it belongs to a source", by_hand),
-    NameRow("trl:name", "data.sources.subset", "it belongs to a source", by_hand),
-    NameRow("dataset_config subset", "data.sources.subset", "it belongs to a source", by_hand),
+    *(
+        NameRow(f"trl:{name}", f"data.sources.{here}", "it belongs to a source", by_hand)
+        for name, here in (("path", "path"), ("split", "split"), ("name", "subset"))
+    ),
+    NameRow("dataset_config subset", "data.sources.subset", "the only one gets it", to.of_a_source),
     NameRow(
-        "dataset_split dataset_train_split prompt_split train_split data.dataset_split "
-        "data.prompt_split",
+        " ".join(to.OF_A_SOURCE["split"]),
         "data.sources.split",
-        "it belongs to a source; the split `train` is taken without it",
-        ValueTable({"train": Converted()}),
+        "the only one gets it; the split `train` is taken without it",
+        to.of_a_source,
     ),
     NameRow(
         "dataset_probs prompt_data_probs interleave_probs interleave_prob data.dataset_probs "
@@ -267,10 +265,10 @@ DATA = (
         by_hand,
     ),
     NameRow(
-        "max_samples data.max_samples data.train_max_samples",
+        " ".join(to.OF_A_SOURCE["limit"]),
         "data.sources.limit",
-        "most rows of each source, not of all together",
-        by_hand,
+        "most rows of each source, not of all together; the only one gets it",
+        to.of_a_source,
     ),
     NameRow("pretrain_data", "ptx.data.sources", "supervised rows next to the rollouts", as_list),
     NameRow("pretrain_split", "ptx.data.sources.split", "it belongs to a source", by_hand),
@@ -287,7 +285,7 @@ DATA = (
         "eval_split dataset_test_split eval.split",
         "validation.sources.split eval.data.sources.split",
         "it belongs to a source",
-        by_hand,
+        to.held_out_split,
     ),
     NameRow(
         "val_size split_dataset_ratio test_split_size",

@@ -1,33 +1,14 @@
-"""Readers of public datasets."""
+"""Readers of public datasets. The import of each module registers its readers."""
 
-from lightrft.datasets.benchmarks import (
-    audio_preferences,
+from lightrft.datasets.benchmarks import (  # noqa: F401
     audio_qa,
-    gsm8k,
     image_preferences,
-    instructions,
     knowledge,
     math_sets,
-    omni_reward_bench,
+    omni_preferences,
     recognized,
-    reward_models,
-    verl_parquet,
+    reward_bench,
+    training_layouts,
     video_preferences,
     visual_math,
 )
-
-__all__ = [
-    "audio_preferences",
-    "audio_qa",
-    "gsm8k",
-    "image_preferences",
-    "instructions",
-    "knowledge",
-    "math_sets",
-    "omni_reward_bench",
-    "recognized",
-    "reward_models",
-    "verl_parquet",
-    "video_preferences",
-    "visual_math",
-]

@@ -5,9 +5,7 @@ They cover AVQA as used by R1-AQA (arXiv 2503.11197) and MMAU (arXiv 2410.19168)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
+from lightrft.datasets.benchmarks.multiple_choice import choice_row
 from lightrft.datasets.benchmarks.preference_pairs import placed
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
@@ -24,11 +22,14 @@ def aqa(row: Row, *, root: str = "") -> Row:
     if "question_text" not in row:
         named = {"prompt": [_message(m, root) for m in row["prompt"]], "label": row["reference"]}
         return {**row, **named, "data_source": "aqa"}
-    choices = format_choices(row["multi_choice"])
-    made = _question(
-        "aqa", row["question_text"], choices, row["answer"], placed(row["audio_path"], root)
+    return choice_row(
+        row,
+        row["question_text"],
+        row["multi_choice"],
+        row["answer"],
+        "aqa",
+        audios=[placed(row["audio_path"], root)],
     )
-    return {**row, **made}
 
 
 @READERS.register("mmau")
@@ -37,29 +38,14 @@ def mmau(row: Row, *, root: str = "") -> Row:
 
     The label is a letter. ``root`` is the folder of relative paths.
     """
-    choices = format_choices(row["choices"])
-    return {
-        **row,
-        **_question("mmau", row["question"], choices, row["answer"], placed(row["audio_id"], root)),
-    }
-
-
-def _question(
-    source: str,
-    question: str,
-    choices: Mapping[str, str],
-    answer: object,
-    clip: object,
-) -> Row:
-    letter = letter_of(choices, answer)
-    named = {
-        "audios": [clip],
-        "prompt": question + shown(choices),
-        "label": letter,
-        "response": letter,
-        "reference": choices[letter],
-    }
-    return {**named, "data_source": source}
+    return choice_row(
+        row,
+        options=row["choices"],
+        question=row["question"],
+        answer=row["answer"],
+        source="mmau",
+        audios=[placed(row["audio_id"], root)],
+    )
 
 
 def _message(message: Row, root: str) -> Row:

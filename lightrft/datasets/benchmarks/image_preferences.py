@@ -13,11 +13,12 @@ from functools import partial
 from itertools import combinations
 
 from lightrft.datasets.benchmarks.preference_pairs import (
-    Instruction,
+    Pair,
     PairBuilder,
+    Winner,
     better,
+    pair_reader,
     placed,
-    preference_label,
 )
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row, Rows
@@ -27,36 +28,17 @@ CAPTION = re.compile(r"Text Caption: \[(.*)\]", re.DOTALL)
 VERDICT = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
 
 
-@READERS.register("hpdv3")
-def hpdv3(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("hpdv3", TASK)
+def hpdv3(row: Row) -> Pair:
     """Read ``{prompt, path1, path2, model1, model2, confidence, choice_dist}``.
 
     ``path1`` is the preferred image.
     """
-    return preference_label(
-        row,
-        source="hpdv3",
-        task=TASK,
-        request=row["prompt"],
-        candidates=(row["path1"], row["path2"]),
-        heads={"preference": 0},
-        task_instruction=task_instruction,
-        root=root,
-    )
+    return Pair(row["prompt"], (row["path1"], row["path2"]), {"preference": 0})
 
 
-@READERS.register("imagerewarddb")
-def imagerewarddb(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("imagerewarddb", TASK)
+def imagerewarddb(row: Row) -> Pair:
     """Read pairs ``{prompt_id, prompt, image_path, rank, overall_rating, classification}``.
 
     Columns that differ between the two images have two values: see ``imagerewarddb_pairs``. Raises
@@ -67,16 +49,7 @@ def imagerewarddb(
             f"it has one picture; pairs come from the source {__name__}:imagerewarddb_pairs"
         )
     first, second = row["rank"]
-    return preference_label(
-        row,
-        source="imagerewarddb",
-        task=TASK,
-        request=row["prompt"],
-        candidates=row["image_path"],
-        heads={"preference": better(-first, -second)},
-        task_instruction=task_instruction,
-        root=root,
-    )
+    return Pair(row["prompt"], row["image_path"], {"preference": better(-first, -second)})
 
 
 def imagerewarddb_pairs(path: str, split: str = "train") -> PairBuilder[tuple[int, int]]:
@@ -136,32 +109,16 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> Row:
     return {**row, **named, **labels, **sides, "data_source": "imagegen-cot-reward-5k"}
 
 
-@READERS.register("genai_bench")
-def genai_bench(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("genai_bench", TASK, ties=True)
+def genai_bench(row: Row) -> Pair:
     """Read ``{Prompt, HumanRatings: {model: ratings}, Index}`` of two models.
 
     The row has one more column per model, with its image: see ``genai_bench_pairs``. The image with
     the higher mean rating is preferred. Raises ``ValueError`` unless the row has exactly two
     models.
     """
-    one, two = rated(row["HumanRatings"], f"{__name__}:genai_bench_pairs")
-    made = preference_label(
-        row,
-        source="genai_bench",
-        task=TASK,
-        request=row["Prompt"],
-        candidates=(row[one], row[two]),
-        heads={"preference": better(*(mean(row["HumanRatings"][m]) for m in (one, two)))},
-        ties=True,
-        task_instruction=task_instruction,
-        root=root,
-    )
-    return {**made, "id": f"{row['Index']}/{one}/{two}"}
+    (one, two), heads = rated(row["HumanRatings"], f"{__name__}:genai_bench_pairs")
+    return Pair(row["Prompt"], (row[one], row[two]), heads, id=f"{row['Index']}/{one}/{two}")
 
 
 def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder[tuple[int, str, str]]:
@@ -183,20 +140,17 @@ def with_ratings(ratings: Mapping[str, Sequence[float]]) -> list[str]:
     return [model for model, given in ratings.items() if given]
 
 
-def rated(ratings: Mapping[str, Sequence[float]], source: str) -> tuple[str, str]:
-    """Return the names of the two models in ``ratings``.
+def rated(
+    ratings: Mapping[str, Sequence[float]], source: str
+) -> tuple[list[str], dict[str, Winner]]:
+    """Return the names of the two models in ``ratings``, and the one with the higher mean rating.
 
     Raises ``ValueError`` with the source of pairs unless there are exactly two.
     """
     models = with_ratings(ratings)
     if len(models) != 2:
         raise ValueError(f"it rates {len(models)} models; pairs come from the source {source}")
-    return models[0], models[1]
-
-
-def mean(ratings: Sequence[float]) -> float:
-    """Return the mean of the ratings of several people."""
-    return sum(ratings) / len(ratings)
+    return models, {"preference": better(*(sum(ratings[m]) / len(ratings[m]) for m in models))}
 
 
 def _open(path: str, split: str) -> Rows:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
-from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
+from lightrft.datasets.benchmarks.multiple_choice import choice_row
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
@@ -22,7 +22,7 @@ def mmlu(row: Row, *, by_subject: bool = False) -> Row:
     ``mmlu/anatomy``.
     """
     source = f"mmlu/{row['subject']}" if by_subject else "mmlu"
-    return _question(row, row["question"], row["choices"], row["answer"], source)
+    return choice_row(row, row["question"], _listed(row["choices"]), row["answer"], source)
 
 
 @READERS.register("mmlu_pro")
@@ -35,9 +35,8 @@ def mmlu_pro(row: Row, *, by_category: bool = False) -> Row:
     """
     source = f"mmlu_pro/{row['category']}" if by_category else "mmlu_pro"
     answer, index = row["answer"], row.get("answer_index")
-    made = _question(
-        row, row["question"], row["options"], answer if index is None else index, source
-    )
+    options, right = _listed(row["options"]), answer if index is None else index
+    made = choice_row(row, row["question"], options, right, source)
     if made["label"] != answer:
         raise ValueError(f"the answer is {answer!r}, but answer_index {index!r} is {made['label']}")
     number = row.get("question_id")
@@ -54,37 +53,15 @@ def gpqa_published(row: Row, name: str, seed: int) -> Row:
     """
     question = str(row["Question"]).strip()
     texts = [str(row[column]).strip() for column in ("Correct Answer", *INCORRECT)]
-    order = sorted(range(len(texts)), key=lambda i: _random_key(seed, question, i))
+    keys = [hashlib.sha256(f"{seed}\0{question}\0{i}".encode()).digest() for i in range(len(texts))]
+    order = sorted(range(len(texts)), key=lambda i: keys[i])
     # By position: the letter A may be the text of another choice.
-    made = _question(row, question, [texts[i] for i in order], order.index(0), name)
+    made = choice_row(row, question, [texts[i] for i in order], order.index(0), name)
     record = row.get("Record ID")
     return made if record is None else {**made, "id": str(record)}
 
 
-def _random_key(seed: int, question: str, choice: int) -> bytes:
-    """Return a key that puts the choices of a question in a random order."""
-    return hashlib.sha256(f"{seed}\0{question}\0{choice}".encode()).digest()
-
-
-def _question(row: Row, question: str, options: object, answer: object, source: str) -> Row:
-    """Return ``row`` with a prompt that shows its choices, and a letter as the label.
-
-    Args:
-        row: The row.
-        question: The question without its choices.
-        options: The choices in order.
-        answer: Position, text or letter of the right choice.
-        source: Name of the data source.
-    """
+def _listed(options: object) -> list[object]:
     if not isinstance(options, list | tuple):
         raise ValueError(f"the choices are {type(options).__name__}, not a list")
-    choices = format_choices(options)
-    letter = letter_of(choices, answer)
-    named = {
-        "prompt": f"{question}{shown(choices)}",
-        "label": letter,
-        "response": letter,
-        "reference": choices[letter],
-        "data_source": source,
-    }
-    return {**row, **named}
+    return list(options)

@@ -1,12 +1,13 @@
-"""Readers of mathematics benchmarks: MATH (arXiv 2103.03874), AIME and AMC.
+"""Readers of mathematics: GSM8K (arXiv 2110.14168), MATH (arXiv 2103.03874), AIME and AMC.
 
-They read the published layouts, and JSON lists of ``{"prompt": [{"from", "value"}],
-"final_answer", "choices"?}``.
+The last three are read in the published layouts, and as JSON lists of ``{"prompt": [{"from",
+"value"}], "final_answer", "choices"?}``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,34 @@ from lightrft.datasets.media.fetch import first_given
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 from lightrft.utils.errors import DataError
+
+MARK = re.compile(r"<<[^<>]*>>")
+ANSWER = re.compile(r"####\s*(\S.*?)\s*$")
+
+
+@READERS.register("gsm8k")
+def gsm8k(row: Row, *, keep_marks: bool = False) -> Row:
+    """Read ``{question, answer}``, where ``answer`` is a worked solution.
+
+    ``question`` is the prompt, and the solution is the response. The label is the number after
+    ``####``, without commas. Calculator marks (``<<48/2=24>>``) are removed from the response
+    unless ``keep_marks`` is True. Raises ``ValueError`` if there is no ``####`` line.
+    """
+    solution = str(row["answer"])
+    found = ANSWER.search(solution)
+    if found is None:
+        raise ValueError("the column 'answer' has no '#### number' at its end")
+    response = solution if keep_marks else MARK.sub("", solution)
+    # Some labels have commas between thousands, which few responses write.
+    label = found[1].replace(",", "")
+    named = {
+        "prompt": row["question"],
+        "response": response,
+        "label": label,
+        "reference": response,
+        "data_source": "gsm8k",
+    }
+    return {**row, **named}
 
 
 def _reader(name: str) -> Callable[..., Row]:

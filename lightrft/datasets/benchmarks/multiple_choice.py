@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightrft.datasets.row_tables import Row
+
 Turn = Mapping[str, str]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -61,3 +63,34 @@ def letter_of(choices: Mapping[str, str], answer: object) -> str:
         listed = ", ".join(map(repr, choices.values()))
         raise ValueError(f"the answer {answer!r} is none of the choices {listed}")
     return text
+
+
+def choice_row(
+    row: Row,
+    question: str,
+    options: Mapping[object, object] | Sequence[object],
+    answer: object,
+    source: str,
+    **media: list[object],
+) -> Row:
+    """Return ``row`` with a prompt that shows its choices, and a letter as the label.
+
+    Args:
+        row: the row.
+        question: the question without its choices.
+        options: the choices in order, or by letter.
+        answer: position, text or letter of the right choice.
+        source: name of the data source.
+        **media: media columns.
+    """
+    choices = format_choices(options)
+    letter = letter_of(choices, answer)
+    named = {
+        **media,
+        "prompt": f"{question}{shown(choices)}",
+        "label": letter,
+        "response": letter,
+        "reference": choices[letter],
+        "data_source": source,
+    }
+    return {**row, **named}

@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
 K = TypeVar("K")
@@ -42,17 +44,56 @@ KINDS = {
 NOUNS = {"image": "pictures", "video": "videos", "audio": "clips"}
 
 
-def preference_label(
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two candidates, and the better one in each comparison.
+
+    Args:
+        request: the request that both candidates were made for.
+        candidates: the two candidates as paths, bytes or decoded media.
+        heads: winner of each comparison by name. The first one gives the label.
+        given: the image that both candidates start from. None if there is none.
+        criteria: the criteria of the comparison. Empty for general criteria.
+        id: name of the pair. Empty if the row has its own, or none.
+    """
+
+    request: str
+    candidates: Sequence[object]
+    heads: Mapping[str, Winner]
+    given: object = None
+    criteria: str = ""
+    id: str = ""
+
+
+def pair_reader(
+    source: str, task: str, *, ties: bool = False
+) -> Callable[[Callable[[Row], Pair]], Callable[..., Row]]:
+    """Return the decorator that makes a reader of a function that reads a pair.
+
+    Args:
+        source: name of the reader and of the data source.
+        task: a key of ``KINDS``.
+        ties: if True, the question offers C for a tie.
+    """
+
+    def add(read: Callable[[Row], Pair]) -> Callable[..., Row]:
+        def reader(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> Row:
+            return judged(row, read(row), source, task, ties, task_instruction, root)
+
+        # By its place, a reader can be pickled.
+        for name in ("__module__", "__qualname__", "__doc__"):
+            setattr(reader, name, getattr(read, name))
+        return READERS.register(source)(reader)
+
+    return add
+
+
+def judged(
     row: Row,
-    *,
+    pair: Pair,
     source: str,
     task: str,
-    request: str,
-    candidates: Sequence[object],
-    heads: Mapping[str, Winner],
     ties: bool = False,
-    given: object = None,
-    criteria: str = "",
     task_instruction: Instruction | None = None,
     root: str = "",
 ) -> Row:
@@ -60,14 +101,10 @@ def preference_label(
 
     Args:
         row: the row. Its columns are kept.
+        pair: the two candidates.
         source: name of the data source.
-        task: a key of ``COMPONENT_KINDS``.
-        request: the request that both candidates were made for.
-        candidates: the two candidates as paths, bytes or decoded media.
-        heads: winner of each comparison by name. The first one gives the label.
+        task: a key of ``KINDS``.
         ties: if True, the question offers C for a tie.
-        given: the image that both candidates start from. None if there is none.
-        criteria: the criteria of the comparison. Empty for general criteria.
         task_instruction: the instruction. None means the built-in instruction.
         root: folder of relative paths.
 
@@ -75,21 +112,24 @@ def preference_label(
         ValueError: ``task_instruction`` has no entry for ``task``.
     """
     kind = KINDS[task]
-    first = first_shown(source, request, candidates)
+    first = first_shown(source, pair.request, pair.candidates)
     order = (first, 1 - first)
-    parts = [{"type": kind, kind: placed(c, root)} for c in candidates]
-    content = [_text(_instruction(task, task_instruction, request, criteria))]
-    if given is not None:
-        start = {"type": "image", "image": placed(given, root)}
+    parts = [{"type": kind, kind: placed(c, root)} for c in pair.candidates]
+    content = [_text(_instruction(task, task_instruction, pair.request, pair.criteria))]
+    if pair.given is not None:
+        start = {"type": "image", "image": placed(pair.given, root)}
         content += [_text("\n\nThey start from:\n"), start]
     for letter, k in zip("AB", order):
         content += [_text(f"\n\n{letter}:\n"), parts[k]]
-    content.append(_text("\n\n" + _question(NOUNS[kind], ties)))
+    ends = "End with <answer>A</answer> or <answer>B</answer>"
+    if ties:
+        ends = f"{ends}, or <answer>C</answer> if they are equally good"
+    content.append(_text(f"\n\nWhich of the two {NOUNS[kind]} is better? {ends}."))
     letters = {}
-    for head, winner in heads.items():
+    for head, winner in pair.heads.items():
         letters[head] = "C" if winner is None else "AB"[order.index(winner)]
     label = next(iter(letters.values()))
-    best = next(iter(heads.values()))
+    best = next(iter(pair.heads.values()))
     chosen, rejected = (None, None) if best is None else (parts[best], parts[1 - best])
     return {
         **row,
@@ -97,11 +137,12 @@ def preference_label(
         "response": f"<answer>{label}</answer>",
         "label": label,
         "data_source": source,
-        "request": request,
+        "request": pair.request,
         "chosen": chosen,
         "rejected": rejected,
         "shown": list(order),
         **letters,
+        **({"id": pair.id} if pair.id else {}),
     }
 
 
@@ -179,13 +220,6 @@ def _instruction(task: str, chosen: Instruction | None, request: str, criteria: 
     # Not ``str.format``: requests and instructions may have other braces.
     fields = {"prompt": request, "criteria": criteria}
     return re.sub(r"\{(prompt|criteria)\}", lambda found: fields[found[1]], chosen)
-
-
-def _question(noun: str, ties: bool) -> str:
-    ends = "End with <answer>A</answer> or <answer>B</answer>"
-    if ties:
-        ends = f"{ends}, or <answer>C</answer> if they are equally good"
-    return f"Which of the two {noun} is better? {ends}."
 
 
 def _text(text: str) -> Row:

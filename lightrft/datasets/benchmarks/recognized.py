@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightrft.datasets.benchmarks.gsm8k import ANSWER, gsm8k
-from lightrft.datasets.benchmarks.instructions import ifeval
 from lightrft.datasets.benchmarks.knowledge import mmlu, mmlu_pro
-from lightrft.datasets.benchmarks.math_sets import gpqa, math
+from lightrft.datasets.benchmarks.math_sets import ANSWER, gpqa, gsm8k, math
+from lightrft.datasets.benchmarks.training_layouts import ifeval
 from lightrft.datasets.benchmarks.visual_math import mathvista, mmmu
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row

@@ -10,106 +10,54 @@ import json
 from itertools import combinations
 from pathlib import Path
 
-from lightrft.datasets.benchmarks.image_preferences import mean, rated, with_ratings
-from lightrft.datasets.benchmarks.preference_pairs import (
-    Instruction,
-    Winner,
-    better,
-    preference_label,
-)
-from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.benchmarks.image_preferences import rated, with_ratings
+from lightrft.datasets.benchmarks.preference_pairs import Pair, Winner, better, pair_reader
 from lightrft.datasets.row_tables import Row
 from lightrft.utils.errors import DataError
 
 
-@READERS.register("rapidata-t2v")
-def rapidata_t2v(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("rapidata-t2v", "text-to-video", ties=True)
+def rapidata_t2v(row: Row) -> Pair:
     """Read ``{prompt, file_name1, file_name2, weighted_results1_Preference, ...}``.
 
     The video with the higher score is preferred. The same holds for coherence and alignment.
     """
-    return _rapidata(row, "rapidata-t2v", "text-to-video", None, task_instruction, root)
+    return _rapidata(row)
 
 
-@READERS.register("rapidata-i2v")
-def rapidata_i2v(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("rapidata-i2v", "image-to-video", ties=True)
+def rapidata_i2v(row: Row) -> Pair:
     """Read rows as ``rapidata-t2v`` does.
 
     ``prompt_asset`` is the image that both videos start from.
     """
-    return _rapidata(
-        row, "rapidata-i2v", "image-to-video", row["prompt_asset"], task_instruction, root
-    )
+    return _rapidata(row, row["prompt_asset"])
 
 
-def _rapidata(
-    row: Row,
-    source: str,
-    task: str,
-    given: object,
-    task_instruction: Instruction | None,
-    root: str,
-) -> Row:
-    heads = ("Preference", "Coherence", "Alignment")
-    scores = {head.lower(): [row[f"weighted_results{k}_{head}"] for k in (1, 2)] for head in heads}
-    return preference_label(
-        row,
-        source=source,
-        task=task,
-        request=row["prompt"],
-        candidates=(row["file_name1"], row["file_name2"]),
-        heads={head: better(*both) for head, both in scores.items()},
-        ties=True,
-        given=given,
-        task_instruction=task_instruction,
-        root=root,
-    )
+def _rapidata(row: Row, given: object = None) -> Pair:
+    heads: dict[str, Winner] = {
+        head.lower(): better(*(row[f"weighted_results{k}_{head}"] for k in (1, 2)))
+        for head in ("Preference", "Coherence", "Alignment")
+    }
+    return Pair(row["prompt"], (row["file_name1"], row["file_name2"]), heads, given)
 
 
-@READERS.register("videodpo")
-def videodpo(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("videodpo", "text-to-video")
+def videodpo(row: Row) -> Pair:
     """Read ``{video1, video2, frame_caption}`` of ``pair.json``, where ``video1`` is preferred.
 
     The columns are numbers of videos. Video 2n is ``winvideos/n.mp4`` and video 2n + 1 is
     ``losevideos/n.mp4``, with six digits.
     """
-    return preference_label(
-        row,
-        source="videodpo",
-        task="text-to-video",
-        request=row["frame_caption"],
-        candidates=[
-            f"{'lose' if n % 2 else 'win'}videos/{n // 2:06d}.mp4"
-            for n in (int(row["video1"]), int(row["video2"]))
-        ],
-        heads={"preference": 0},
-        task_instruction=task_instruction,
-        root=root,
-    )
+    candidates = [
+        f"{'lose' if n % 2 else 'win'}videos/{n // 2:06d}.mp4"
+        for n in (int(row["video1"]), int(row["video2"]))
+    ]
+    return Pair(row["frame_caption"], candidates, {"preference": 0})
 
 
-@READERS.register("videogen-rewardbench")
-def videogen_rewardbench(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("videogen-rewardbench", "text-to-video", ties=True)
+def videogen_rewardbench(row: Row) -> Pair:
     """Read ``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, where the last four are A, B or same.
 
     They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``. Their
@@ -121,17 +69,8 @@ def videogen_rewardbench(
         "motion_quality": "MQ",
         "text_alignment": "TA",
     }
-    return preference_label(
-        row,
-        source="videogen-rewardbench",
-        task="text-to-video",
-        request=row["prompt"],
-        candidates=(row["path_A"], row["path_B"]),
-        heads={head: _side(row[name], name) for head, name in names.items()},
-        ties=True,
-        task_instruction=task_instruction,
-        root=root,
-    )
+    heads = {head: _side(row[name], name) for head, name in names.items()}
+    return Pair(row["prompt"], (row["path_A"], row["path_B"]), heads)
 
 
 def _side(letter: str, column: str) -> Winner:
@@ -141,31 +80,16 @@ def _side(letter: str, column: str) -> Winner:
     return sides[letter]
 
 
-@READERS.register("genai_bench_video")
-def genai_bench_video(
-    row: Row,
-    *,
-    task_instruction: Instruction | None = None,
-    root: str = "",
-) -> Row:
+@pair_reader("genai_bench_video", "text-to-video", ties=True)
+def genai_bench_video(row: Row) -> Pair:
     """Read ``{id, prompt, models: {model: ratings}}`` of two models.
 
     See ``genai_bench_video_pairs``. The videos are ``<model>/<id>.mp4``. The video with the higher
     mean rating is preferred. Raises ``ValueError`` unless the row has exactly two models.
     """
-    one, two = rated(row["models"], f"{__name__}:genai_bench_video_pairs")
-    made = preference_label(
-        row,
-        source="genai_bench_video",
-        task="text-to-video",
-        request=row["prompt"],
-        candidates=[f"{model}/{row['id']}.mp4" for model in (one, two)],
-        heads={"preference": better(mean(row["models"][one]), mean(row["models"][two]))},
-        ties=True,
-        task_instruction=task_instruction,
-        root=root,
-    )
-    return {**made, "id": f"{row['id']}/{one}/{two}"}
+    models, heads = rated(row["models"], f"{__name__}:genai_bench_video_pairs")
+    candidates = [f"{model}/{row['id']}.mp4" for model in models]
+    return Pair(row["prompt"], candidates, heads, id="/".join([str(row["id"]), *models]))
 
 
 def genai_bench_video_pairs(path: str) -> list[dict[str, object]]:

@@ -9,7 +9,7 @@ import ast
 import re
 
 from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
-from lightrft.datasets.benchmarks.verl_parquet import verl
+from lightrft.datasets.benchmarks.training_layouts import verl
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 

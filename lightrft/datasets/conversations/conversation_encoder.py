@@ -13,7 +13,6 @@ from lightrft.config.data import Columns, MediaConfig, SFTDataConfig, SpecialTok
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.row_parser import (
-    ParsedRow,
     continued,
     ends_with_assistant,
     read_conversation,
@@ -121,10 +120,7 @@ class ConversationEncoder:
         (part,) = self.turns.parts(record)
         part.start = part.turns[0][0]
         numbers = [n for _, n in marks(part.turns[0][1] if self.encoder.chat else part.start)]
-        (texts,) = self.encoder.expanded([self.turns.texts([part])])
-        if isinstance(texts, MalformedRow):
-            raise texts
-        self.turns.expand([part], texts)
+        self.turns.expand([part], self.encoder.expanded_row(*self.turns.texts([part])))
         with self.lock:
             known = self.turns.encode([part])
             ids, _ = self.turns.tokens(part, known)
@@ -132,7 +128,9 @@ class ConversationEncoder:
         prompt, response = Prompt("", asked), ids[len(asked) :]
         if self.encoder.media is None or not numbers:
             return Sample(prompt, response)
-        return self._with_media(record, Sample(prompt, response), numbers)
+        items = [record.media[n] for n in numbers]
+        prompt.media, media = self.encoder.media.split(items, (asked, response), where)
+        return Sample(prompt, response, media)
 
     def template_problem(self) -> str:
         """Return the reason why the chat template cannot render responses; empty if it can."""
@@ -181,19 +179,9 @@ class ConversationEncoder:
             {"prompt": messages}, Columns(), where, self.encoder.reads, is_prompt=True
         )
         shown = self.encoder.prompt(record)
-        (texts,) = self.encoder.expanded([(record, [shown])])
-        if isinstance(texts, MalformedRow):
-            raise texts
+        texts = self.encoder.expanded_row(record, [shown])
         with self.lock:
             ids = self.encoder.encode_prompts(texts)[0]
         prompt = Prompt("", ids, self.encoder.readable(shown))
         self.encoder.attach(prompt, record, shown)
         return prompt
-
-    def _with_media(self, record: ParsedRow, sample: Sample, numbers: Sequence[int]) -> Sample:
-        """Return ``sample`` with the items ``numbers`` of ``record``."""
-        assert self.encoder.media is not None
-        items = [record.media[n] for n in numbers]
-        parts = (sample.prompt.token_ids, sample.response)
-        sample.prompt.media, media = self.encoder.media.split(items, parts, record.where)
-        return Sample(sample.prompt, sample.response, media)

@@ -41,9 +41,13 @@ def chat_messages(question: Raw) -> list[dict[str, Any]]:
     """
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
-    return [
-        {"role": message["role"], "content": _content(message["content"])} for message in question
-    ]
+    messages = []
+    for message in question:
+        content = message["content"]
+        if isinstance(content, list | tuple):
+            content = [_part(part) for part in content]
+        messages.append({"role": message["role"], "content": content})
+    return messages
 
 
 def media_files(question: Raw) -> list[tuple[str, bytes]]:
@@ -77,12 +81,6 @@ def _file(value: object, kind: str) -> bytes:
         return _bytes(_FETCH.content(value, Path()), kind)
     except (OSError, ValueError) as error:
         raise MalformedRow(f"{kind} of a question to a judge: {error}") from error
-
-
-def _content(content: object) -> object:
-    if not isinstance(content, list | tuple):
-        return content
-    return [_part(part) for part in content]
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:

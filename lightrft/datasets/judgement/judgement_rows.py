@@ -19,18 +19,13 @@ import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from lightrft.config.data import DataConfig, PreferenceDataConfig
 from lightrft.config.reward_model.judgement import COMPARED, JudgementConfig
 from lightrft.datasets.judgement.candidates import Candidates, preference_columns, read_candidates
-from lightrft.datasets.judgement.question import (
-    LETTERS,
-    Question,
-    ask,
-    flat,
-    verdict_text,
-)
+from lightrft.datasets.judgement.question import LETTERS, ask, flat, verdict_text
 from lightrft.datasets.row_tables import MalformedRow, Row, Rows
 from lightrft.datasets.rows.recorded_row import RecordedRow, recorded
 from lightrft.datasets.rows.row_content import USUAL
@@ -162,8 +157,7 @@ class JudgementRows:
     def _question(self, row: Row, found: Candidates, members: Members, where: str) -> Row:
         """Return one question as a row. Raises ``ValueError``."""
         config = self._config_of(row, found)
-        responses = [found.responses[k] for k in members]
-        question = Question(found.prompt, responses, found.reference, found.rubric)
+        question = replace(found, responses=[found.responses[k] for k in members])
         columns = preference_columns(self.data)
         label = self._label(config.form, row, found, members, where)
         best = _best(found.ranks)

@@ -207,9 +207,7 @@ def _header(content: Path | bytes) -> Any:
 
 
 def _of_container(
-    content: Path | bytes,
-    problem: str,
-    hearing: AudioSettings,
+    content: Path | bytes, problem: str, hearing: AudioSettings
 ) -> tuple[int, Iterator[np.ndarray]]:
     """Return rate and blocks of sound that only FFmpeg can read, such as AAC."""
     try:

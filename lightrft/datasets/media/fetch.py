@@ -42,6 +42,8 @@ NESTED = (
     "source",
 )
 """Fields that stand for the whole medium."""
+RAW = ("bytes", "array", "data", "base64")
+"""Fields that contain the medium itself."""
 _ANIMATED = ("GIF", "PNG", "WEBP")
 _PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
 _FORMATS = (*_PICTURES, "AVIF", "DIB", "ICO", "JPEG2000", "MPO", "PCX", "QOI", "SGI", "TGA")

@@ -6,29 +6,35 @@ chat templates like ordinary text. Rows must not contain these characters.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path, PurePath
+from typing import Any
 from urllib.parse import urlparse
+
+import numpy as np
 
 from lightrft.datasets.media.fetch import (
     NESTED,
+    RAW,
     Fetch,
     digest,
     first_given,
     is_data_url,
     is_missing,
     is_still,
+    local_path,
 )
 from lightrft.datasets.media.parts import KEYS
 
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 MARK = re.compile(f"{OPEN}([a-z]+):(\\d+){CLOSE}")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".ppm")
-_RAW = ("bytes", "array", "data", "base64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,34 +107,34 @@ def replaced(text: str, put: Callable[[str, int], str]) -> str:
     return MARK.sub(lambda match: put(match[1], int(match[2])), text)
 
 
-def as_parts(text: str) -> list[dict[str, str]]:
-    """Return text with marks as content parts for a chat template."""
+def as_parts(
+    text: str, part: Callable[[str, int], dict[str, Any]] = lambda kind, _: {"type": kind}
+) -> list[dict[str, Any]]:
+    """Return text with marks as content parts for a chat template.
+
+    A mark becomes ``part(kind, number)``.
+    """
     # split with two groups gives: text, kind, number, text, kind, number, text ...
-    cut = MARK.split(text)
-    parts = [{"type": "text", "text": cut[0]}]
-    for kind, after in zip(cut[1::3], cut[3::3]):
-        parts.append({"type": kind})
-        parts.append({"type": "text", "text": after})
-    return [part for part in parts if part.get("text") != ""]
+    first, *cut = MARK.split(text)
+    parts = [{"type": "text", "text": first}]
+    for kind, number, after in zip(cut[::3], cut[1::3], cut[2::3]):
+        parts += [part(kind, int(number)), {"type": "text", "text": after}]
+    return [one for one in parts if one.get("text") != ""]
 
 
-def with_items(text: str, items: Sequence[Item]) -> str | list[dict[str, object]]:
+def with_items(text: str, items: Sequence[Item]) -> str | list[dict[str, Any]]:
     """Return text with marks as content parts that hold the media with their settings.
 
     Other text is unchanged.
     """
-    if OPEN not in text:
-        return text
-    # split with two groups gives: text, kind, number, text, kind, number, text ...
-    cut = MARK.split(text)
-    parts: list[dict[str, object]] = [{"type": "text", "text": cut[0]}]
-    for kind, number, after in zip(cut[1::3], cut[2::3], cut[3::3]):
-        item = items[int(number)]
+
+    def part(kind: str, number: int) -> dict[str, Any]:
+        item = items[number]
         settings = {key: getattr(item, name) for name, key in KEYS.items()}
         given = {key: value for key, value in settings.items() if value is not None}
-        parts.append({"type": kind, kind: _at(item.value, item.root), **given})
-        parts.append({"type": "text", "text": after})
-    return [part for part in parts if part.get("text") != ""]
+        return {"type": kind, kind: _at(item.value, item.root), **given}
+
+    return as_parts(text, part) if OPEN in text else text
 
 
 def _at(value: object, root: Path) -> object:
@@ -148,7 +154,9 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         root: folder of relative paths.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _json_list(value)
+        # as CSV files have it
+        with suppress(ValueError):
+            value = json.loads(value)
     if not isinstance(value, list | tuple):
         return [] if is_missing(value) else [value]
     # The samples of one sound, of which one may be missing.
@@ -165,14 +173,6 @@ def listed(value: object, kind: str, root: Path) -> list[object]:
         nested = [item if isinstance(item, list | tuple) else [item] for item in some]
         return [item for items in nested for item in items if not is_missing(item)]
     return some
-
-
-def _json_list(text: str) -> object:
-    """Return the list that ``text`` spells in JSON, as CSV files have it, or ``text`` itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def is_same(first: object, second: object, root: Path) -> bool:
@@ -200,7 +200,7 @@ def _is_frame(value: object, root: Path) -> bool:
 
     Nothing is downloaded for this check.
     """
-    if isinstance(value, Mapping) and first_given(value, _RAW) is None:
+    if isinstance(value, Mapping) and first_given(value, RAW) is None:
         return _is_frame(first_given(value, NESTED), root)
     if isinstance(value, list | tuple):
         return False
@@ -216,3 +216,42 @@ def _is_frame(value: object, root: Path) -> bool:
     # The error is raised again, with its reason, when the item is read.
     except Exception:
         return False
+
+
+def identity(item: Item) -> bytes:
+    """Return a digest of the content of ``item``.
+
+    A file counts by its path, size and modification time, and a URL by its text.
+    """
+    found = hashlib.blake2b(digest_size=20)
+    found.update(repr(item.settings).encode())
+    for part in _bytes_of(item.value, item.root):
+        found.update(part)
+    return found.digest()
+
+
+def _bytes_of(value: Any, root: Path) -> Iterator[bytes]:
+    """Yield the bytes that identify ``value``, with relative paths below ``root``."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        yield bytes(value)
+    elif isinstance(value, str | PathLike):
+        text = fspath(value)
+        yield text.encode()
+        # A text that is no path, such as base64, may be too long for one.
+        path = root / (local_path(text) or text) if len(text) < 4096 else None
+        if path is not None and path.is_file():
+            about = path.stat()
+            yield repr((about.st_size, about.st_mtime_ns)).encode()
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield str(key).encode()
+            yield from _bytes_of(value[key], root)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _bytes_of(part, root)
+    elif hasattr(value, "__array_interface__"):
+        array = np.asarray(value)
+        yield repr((array.shape, str(array.dtype))).encode()
+        yield np.ascontiguousarray(array).tobytes()
+    else:
+        yield repr(value).encode()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lightrft.datasets.media.fetch import is_missing
+from lightrft.datasets.media.fetch import RAW, is_missing
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.utils.errors import did_you_mean
 
@@ -19,7 +20,6 @@ KINDS = ("image", "video", "audio")
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of text parts: those of chat completions, and of OpenAI's responses."""
 _NAMED = ("path", "file", "url", "source")
-_RAW = ("bytes", "array", "data", "base64")
 _ABOUT = ("format", "media_type", "mime_type")
 """Keys that name the format of a file. The format is read from the file itself."""
 
@@ -47,16 +47,9 @@ def _whole(value: object, unit: str) -> int:
     return int(value)
 
 
-def _pixels(value: object) -> int:
-    return _whole(value, "pixels")
-
-
-def _frames(value: object) -> int:
-    return _whole(value, "frames")
-
-
-def _hertz(value: object) -> int:
-    return _whole(value, "samples a second")
+_pixels = partial(_whole, unit="pixels")
+_frames = partial(_whole, unit="frames")
+_hertz = partial(_whole, unit="samples a second")
 
 
 def _rate(value: object) -> float:
@@ -166,7 +159,10 @@ def _read(part: Mapping[str, object], kind: str, where: str, settings: dict[str,
         elif key in known:
             contents[key] = value
         elif key == "detail" and kind == "image":
-            _check_detail(value, where)
+            # OpenAI's word for fewer pixels
+            if value not in ("auto", "high"):
+                problem = f"detail is {value!r}, and this model takes images at its own resolution"
+                raise MalformedRow(f"{where}: {problem}; set max_pixels for a smaller one")
         else:
             names = (*known, *(name for name, of in SETTINGS.items() if kind in of.kinds))
             raise _unknown(key, names, f"part of type {kind!r}", where)
@@ -179,7 +175,7 @@ def _content(
     contents: dict[str, object], kind: str, where: str, settings: dict[str, Any]
 ) -> object:
     """Return the only content of ``contents``."""
-    raw = [key for key in contents if key in _RAW]
+    raw = [key for key in contents if key in RAW]
     # files of the hub have the content and the path that it had elsewhere
     names = raw or [key for key in contents if key != "sampling_rate"]
     if not names:
@@ -197,7 +193,7 @@ def _content(
 
 def _contents(kind: str) -> tuple[str, ...]:
     """Return the keys that can hold the content of ``kind``."""
-    return (kind, f"{kind}_url", f"input_{kind}", *_NAMED, *_RAW)
+    return (kind, f"{kind}_url", f"input_{kind}", *_NAMED, *RAW)
 
 
 def _set(settings: dict[str, Any], key: str, value: object, where: str) -> None:
@@ -224,13 +220,6 @@ def _check_settings(settings: Mapping[str, Any], where: str) -> None:
         problem = f"video_start is {settings['start']:g}, after video_end = {settings['end']:g}"
     if problem:
         raise MalformedRow(f"{where}: {problem}")
-
-
-def _check_detail(value: object, where: str) -> None:
-    """Raise ``MalformedRow`` for a ``detail`` of OpenAI that asks for fewer pixels."""
-    if value not in ("auto", "high"):
-        problem = f"detail is {value!r}, and this model takes images at its own resolution"
-        raise MalformedRow(f"{where}: {problem}; set max_pixels for a smaller one")
 
 
 def _unknown(key: object, known: tuple[str, ...], what: str, where: str) -> MalformedRow:

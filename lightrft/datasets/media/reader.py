@@ -146,10 +146,7 @@ class MediaReader:
         return text
 
     def inputs(
-        self,
-        items: Sequence[Item],
-        ids: Sequence[int],
-        where: str,
+        self, items: Sequence[Item], ids: Sequence[int], where: str
     ) -> tuple[Media, tuple[Attachment, ...]]:
         """Return the model inputs and previews of one sample.
 
@@ -167,10 +164,7 @@ class MediaReader:
         return joined(ready), tuple(one.attachment for one in ready)
 
     def split(
-        self,
-        items: Sequence[Item],
-        parts: tuple[list[int], list[int]],
-        where: str,
+        self, items: Sequence[Item], parts: tuple[list[int], list[int]], where: str
     ) -> tuple[Media, Media]:
         """Return the model inputs of the items of the first part and of the second part.
 
@@ -209,11 +203,7 @@ class MediaReader:
         return self._told(item, lambda: self._load(item))
 
     def _check(
-        self,
-        items: Sequence[Item],
-        ready: Sequence[PreparedMedia],
-        ids: Sequence[int],
-        where: str,
+        self, items: Sequence[Item], ready: Sequence[PreparedMedia], ids: Sequence[int], where: str
     ) -> None:
         features = dict.fromkeys(self.processor.tokens.values(), 0)
         for item, one in zip(items, ready):
@@ -233,7 +223,13 @@ class MediaReader:
             if item.min_pixels is not None or item.max_pixels is not None:
                 part = part.limited(item.min_pixels, item.max_pixels)
             if item.total_pixels is not None or item.height is not None:
-                part = _sized(part, item)
+                if not hasattr(part, "sized"):
+                    named = (
+                        "total_pixels" if item.height is None else "resized_height, resized_width"
+                    )
+                    problem = f"{named}: this model does not read a {item.kind} of any size"
+                    raise ValueError(f"{problem}; set max_pixels, or leave them out")
+                part = part.sized(item.height, item.width, item.total_pixels)
         except (UserError, ValueError) as error:
             raise MalformedRow(f"{item.where}: {error}") from error
         return part
@@ -326,18 +322,6 @@ class MediaReader:
             config.max_decoded_mb * 2**20,
             declared=item.sampling_rate,
         )
-
-
-def _sized(part: Any, item: Item) -> Any:
-    """Return ``part`` with the total or fixed size of ``item``.
-
-    Raises ``ValueError`` for a model that cannot read pictures of any size.
-    """
-    if not hasattr(part, "sized"):
-        named = "total_pixels" if item.height is None else "resized_height, resized_width"
-        problem = f"{named}: this model does not read a {item.kind} of any size"
-        raise ValueError(f"{problem}; set max_pixels, or leave them out")
-    return part.sized(item.height, item.width, item.total_pixels)
 
 
 def _first_of(*values: Any) -> Any:

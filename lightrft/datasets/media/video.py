@@ -479,10 +479,7 @@ def opened(library: ModuleType, content: Path | bytes) -> Any:
     return library.open(
         stream(content),
         "r",
-        container_options={
-            "format_whitelist": ",".join(CONTAINERS),
-            "protocol_whitelist": "file",
-        },
+        container_options={"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"},
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from lightrft.datasets.row_parser import Message
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.datasets.rows.row_content import Raw, as_messages, is_transcript, transcript
+from lightrft.datasets.rows.row_content import Raw, as_messages, is_transcript, stripped, transcript
 
 NAME_PROMPT = "name the column of the prompt in data.columns.prompt"
 
@@ -121,9 +121,4 @@ def _is_end(last: list[Message], *, of: list[Message]) -> bool:
     """Return True if messages ``of`` end with ``last``, apart from white space."""
     ends = of[len(of) - len(last) :] if len(last) <= len(of) else []
     pairs = list(zip(last, ends))
-    return bool(pairs) and all(_stripped(one) == _stripped(other) for one, other in pairs)
-
-
-def _stripped(message: Message) -> tuple[object, object]:
-    content = message["content"]
-    return message["role"], content.strip() if isinstance(content, str) else content
+    return bool(pairs) and all(stripped(one) == stripped(other) for one, other in pairs)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightrft.datasets.preference.raw_preference import RawPreference
+from lightrft.datasets.preference.raw_preference import Given, RawPreference
 from lightrft.datasets.row_parser import number
-from lightrft.datasets.row_tables import ABSENT, MalformedRow, Row, look_up
+from lightrft.datasets.row_tables import ABSENT, MalformedRow, look_up
 from lightrft.datasets.row_warnings import is_missing
 
 LETTERS = ("A", "B")
@@ -37,7 +37,7 @@ class LabelledHeads:
     keep_ties: bool = False
 
 
-def read_labels(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) -> list[HeadLabels]:
+def read_labels(given: Given, raw: RawPreference, heads: LabelledHeads) -> list[HeadLabels]:
     """Return the labels of each response.
 
     The labels of a head are read from its column, in one of these forms:
@@ -52,10 +52,9 @@ def read_labels(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) 
     is absent.
 
     Args:
+        given: the row.
         raw: the row, as its layout reads it.
-        row: the row.
         heads: the heads.
-        where: location of the row, for messages.
 
     Raises:
         MalformedRow: a label is not a number or is out of range, the number of labels is wrong, or
@@ -64,34 +63,37 @@ def read_labels(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) 
     labels: list[HeadLabels] = [{} for _ in raw.responses]
     for head in heads.names:
         column = heads.columns.get(head, head)
-        values = _column(raw, row, column, where)
+        values = _column(given, raw, column)
         if values is None and head == heads.names[0]:
             values = _of_row(raw, heads)
         for name, own, value in zip(raw.names, labels, values or ()):
             if math.isnan(value):
                 continue
-            _check_range(value, f"{column} of {name}", head, heads, where)
+            size = heads.ranges.get(head)
+            if size is not None and not (value == int(value) and 0 <= value < size):
+                problem = f"{column} of {name} is {value:g}, not an integer from 0 to {size - 1}"
+                way_out = f"mend the row, or set the size of head {head!r}"
+                raise given.malformed(f"{problem}; {way_out}")
             own[head] = value
     if not any(labels):
         looked = ", ".join(heads.columns.get(head, head) for head in heads.names)
         problem = f"no response has a label of any head (looked for {looked})"
-        have = ", ".join(row) or "nothing"
+        have = ", ".join(given.row) or "nothing"
         way_out = "name the columns in data.columns.labels"
-        raise MalformedRow(f"{where}: {problem}; the row has: {have}. {way_out}")
+        raise given.malformed(f"{problem}; the row has: {have}. {way_out}")
     return labels
 
 
-def has_column(raw: RawPreference, row: Row, heads: LabelledHeads, where: str) -> bool:
+def has_column(given: Given, raw: RawPreference, heads: LabelledHeads) -> bool:
     """Return True if a row has a column of labels of the first head.
 
     Args:
+        given: the row.
         raw: the row, as its layout reads it.
-        row: the row.
         heads: the heads.
-        where: location of the row, for messages.
     """
     first = heads.names[0]
-    return _column(raw, row, heads.columns.get(first, first), where) is not None
+    return _column(given, raw, heads.columns.get(first, first)) is not None
 
 
 def win_rates(ranks: Sequence[float]) -> list[float]:
@@ -134,8 +136,9 @@ def _of_row(raw: RawPreference, heads: LabelledHeads) -> Sequence[float] | None:
     return raw.ratings
 
 
-def _column(raw: RawPreference, row: Row, column: str, where: str) -> list[float] | None:
+def _column(given: Given, raw: RawPreference, column: str) -> list[float] | None:
     """Return the labels in ``column``, NaN for absent ones, or None if there is no such column."""
+    row, where = given.row, given.where
     if raw.records:
         # UltraFeedback keeps the rating of an aspect two levels down
         paths = (column, f"annotations.{column}.Rating", f"annotations.{column}")
@@ -190,13 +193,3 @@ def _labels(values: Sequence[object], names: Sequence[str], column: str, where: 
 def _is_absent(value: object) -> bool:
     """Return True for a label that a published set leaves out."""
     return value is ABSENT or value == "N/A" or is_missing(value)
-
-
-def _check_range(value: float, what: str, head: str, heads: LabelledHeads, where: str) -> None:
-    """Raise ``MalformedRow`` unless ``value`` is a rating that ``head`` knows."""
-    size = heads.ranges.get(head)
-    if size is None or (value == int(value) and 0 <= value < size):
-        return
-    problem = f"{what} is {value:g}, not an integer from 0 to {size - 1}"
-    way_out = f"mend the row, or set the size of head {head!r}"
-    raise MalformedRow(f"{where}: {problem}; {way_out}")

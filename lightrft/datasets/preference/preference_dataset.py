@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrft.config.data import PreferenceDataConfig, RewardColumns
 from lightrft.config.preference.sections import PreferenceKind
-from lightrft.datasets.cache_key import token_cache_of
-from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.media.identity import identity
-from lightrft.datasets.media.items import marks
-from lightrft.datasets.media.prefetch import Fetcher
+from lightrft.datasets.encoded_dataset import EncodedDataset
+from lightrft.datasets.media.items import identity, marks
 from lightrft.datasets.preference.formats import check_format
 from lightrft.datasets.preference.head_labels import LabelledHeads
 from lightrft.datasets.preference.preference_rows import (
@@ -26,10 +23,9 @@ from lightrft.datasets.preference.preference_rows import (
     ranked,
     read_preference,
 )
-from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
 from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.datasets.row_warnings import UnknownText, note_text
+from lightrft.datasets.row_warnings import note_text
 from lightrft.datasets.turns import Tokens, TurnEncoder, TurnTexts, Weights
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean
@@ -72,6 +68,10 @@ ExampleKind = PreferenceKind | Literal["rated"]
 
 CUT_TOKENS = "truncated/tokens"
 """Key of ``counts``: number of response tokens that the length limit cut off."""
+
+
+Encoded = tuple[Tokens, Weights]
+"""The tokens of a response, and their weights in the loss."""
 
 
 @dataclass(slots=True)
@@ -153,15 +153,9 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     ``data.turns`` selects. The tokens of users and tools are masked. Media are loaded as in
     ``PromptDataset``.
 
-    ``counts`` contains:
+    ``truncated`` counts responses that are cut at the end. ``counts`` also contains:
 
-    * ``rows``: rows read.
-    * ``malformed``: rows skipped.
-    * ``overlong``: rows dropped because prompt and response exceed ``max_tokens``.
-    * ``truncated``: responses cut at the end.
     * ``truncated/tokens``: tokens that were cut off. ``row_warnings.is_plain`` leaves it out.
-    * ``special_tokens``: rows that spell a special token as text.
-    * ``examples``: the length of the dataset.
     * ``labels/HEAD``: responses with a label of the head, for each head.
 
     With ``heads``, questions for a judge become two conversations, one for each candidate. Their
@@ -187,6 +181,10 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         ModelError: the chat template lacks the prefix property, or the tokenizer has no EOS token.
     """
 
+    config: PreferenceDataConfig
+    purpose = "preferences"
+    columns = COLUMNS
+
     def __init__(
         self,
         config: PreferenceDataConfig,
@@ -208,35 +206,26 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self.heads = tuple(heads)
         labelled_heads = _labelled_heads(config, kind, self.heads, keep_ties, rating_range)
         check_format(config.columns, scored=bool(heads))
-        self.config = config
+        read = partial(
+            read_preference,
+            columns=config.columns,
+            gold=gold,
+            heads=labelled_heads,
+            prefill=config.prefill,
+        )
+        super().__init__(config, tokenizer, processor, read)
+        self.counts[CUT_TOKENS] = 0
         self.kind: ExampleKind = kind
         self.max_tokens = max_tokens
         self.seed = seed
         self.corrupted = corrupted
-        self.encoder = ChatEncoder(config, tokenizer, processor)
         self.turns = TurnEncoder(config, self.encoder)
-        self._sources = Sources(
-            config,
-            self.encoder.reads,
-            partial(
-                read_preference,
-                columns=config.columns,
-                gold=gold,
-                heads=labelled_heads,
-                prefill=config.prefill,
-            ),
-        )
-        self.counts = self._sources.counts
-        self.counts.update({"truncated": 0, "overlong": 0, "special_tokens": 0, CUT_TOKENS: 0})
-        self._kept: Columns = {name: array(code) for name, code in COLUMNS.items()}
         if self.heads:
             self._kept[LABELS] = array("d")
         # Item numbers by stored example. Most have no media, so it is no column.
         self._media: dict[int, list[tuple[int, ...]]] = {}
         # The same examples, with the identities of their items.
         self._identities: dict[int, bytes] = {}
-        self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
-        self._unknown = UnknownText(tokenizer)
         options = {
             "max_tokens": max_tokens,
             "kind": kind,
@@ -244,15 +233,13 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             "corrupted": corrupted,
             "heads": labelled_heads,
         }
-        cache = token_cache_of(config, tokenizer, "preferences", options, processor)
-        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
-        self.counts["examples"] = len(self._order)
+        self._fill(options, seed)
         self._check_heads()
-        self._source_names = self.data_sources
 
     def __getitem__(self, i: int) -> PreferenceExample:
-        k, _ = self._stored(i, "example")
-        first, *others = self._sequences(k)
+        k = self._stored(i)
+        part = self._part("groups", k)
+        first, *others = range(part.start, part.stop)
         prompt_ids, _ = self._tokens(first)
         example = PreferenceExample(
             prompt_ids=prompt_ids,
@@ -269,8 +256,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     @property
     def longest(self) -> int:
         """Return the number of tokens of the longest prompt with one response."""
-        ends = np.asarray(self._kept["ends"], dtype=np.int64)
-        lengths = np.diff(ends, prepend=0)
+        lengths = self._sizes("ends")
         groups = np.asarray(self._kept["groups"], dtype=np.int64)
         starts = np.concatenate([[0], groups[:-1]])
         rows = np.repeat(starts, groups - starts)
@@ -281,7 +267,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
     @property
     def most_responses(self) -> int:
         """Return the largest number of responses of an example."""
-        return int(np.diff(np.asarray(self._kept["groups"], dtype=np.int64), prepend=0).max()) - 1
+        return int(self._sizes("groups").max()) - 1
 
     @property
     def is_weighted(self) -> bool:
@@ -333,8 +319,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
 
     def record(self, i: int) -> PreferenceRow:
         """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read again."""
-        k, _ = self._stored(i, "example")
-        return self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        return self._record(*self._place(self._stored(i)))
 
     def require(self, column: Literal["rating", "margin"]) -> None:
         """Check that every response has a ``rating`` or ``margin``.
@@ -346,7 +331,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             return
         groups = np.asarray(self._kept["groups"], dtype=np.int64)
         k = int(np.searchsorted(groups, absent[0], side="right"))
-        where = self._sources.where(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        where = self._where(*self._place(k))
         raise DataError(
             f"{where}: the row has no {column}, which the loss needs for every response"
         )
@@ -363,13 +348,8 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
                 way_out = f"name the column in data.columns.labels.{head}, or leave the head out"
                 raise DataError(f"{problem} ({looked}); {way_out}")
 
-    def _sequences(self, k: int) -> range:
-        groups = self._kept["groups"]
-        return range(int(groups[k - 1]) if k else 0, int(groups[k]))
-
     def _tokens(self, s: int) -> tuple[list[int], list[bool]]:
-        ends = self._kept["ends"]
-        part = slice(int(ends[s - 1]) if s else 0, int(ends[s]))
+        part = self._part("ends", s)
         trained = [bool(t) for t in self._kept["trained"][part]]
         return self._kept["tokens"][part].tolist(), trained
 
@@ -417,7 +397,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         """Return the corrupted media of the prompt of stored example ``k``."""
         assert self.encoder.media is not None
         items = []
-        place = int(self._kept["source"][k]), int(self._kept["row"][k])
+        place = self._place(k)
         for n in self._media[k][0]:
             seed = derive_seed(self.seed, "corrupted", *place, n)
             items.append(replace(record.media[n], corruption=seed))
@@ -435,10 +415,10 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             try:
                 kept = self._keep(source, group, known)
             except MalformedRow as error:
-                self._sources.skip(error)
+                self._skip(error)
                 continue
             if kept:
-                names.append(group.record.id or f"{self._sources.names[source]}/{group.row}")
+                names.append(self._name(group.record.id, source, group.row))
         return names
 
     def _expanded(self, groups: Sequence[_Group]) -> list[_Group]:
@@ -451,7 +431,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
             problems = [one for one in made if isinstance(one, MalformedRow)]
             # once for the row, even if both candidates cannot be read
             if problems:
-                self._sources.skip(problems[0])
+                self._skip(problems[0])
                 continue
             texts = [one for one in made if not isinstance(one, MalformedRow)]
             for parts, own in zip(group.bundles, texts):
@@ -470,9 +450,15 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
                 else:
                     parts = [self.turns.question(response) for response in record.responses]
                 if self.corrupted:
-                    _check_prompt_media(record.responses[0])
+                    first = record.responses[0]
+                    asked = first.messages[: first.asked]
+                    if not any(marks(message["content"]) for message in asked):
+                        problem = (
+                            "the loss corrupts the media of a prompt, and this prompt has none"
+                        )
+                        raise MalformedRow(f"{first.where}: {problem}")
             except MalformedRow as error:
-                self._sources.skip(error)
+                self._skip(error)
                 continue
             yield _Group(row, record, parts, judged)
 
@@ -504,25 +490,8 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
 
         Raises ``MalformedRow`` if responses of different ranks have equal tokens.
         """
-        if not group.record.is_split:
-            return self._keep_conversations(source, group, known)
-        prompt = self.turns.prompt_tokens(group.parts[0], known)
-        responses: list[tuple[Tokens, Weights]] = []
-        for part in group.parts:
-            ids, weights = self.turns.tokens(part, known)
-            # every continuation begins with the tokens of its prompt
-            assert ids[: len(prompt)] == prompt
-            responses.append((ids[len(prompt) :], weights[len(prompt) :]))
-        for name, (_, weights) in zip(group.record.names, responses):
-            if not any(weights):
-                raise MalformedRow(f"{group.record.where}: {name} has no token to train on")
-            if others := set(weights) - {0.0, 1.0}:
-                problem = f"{name} has a turn of weight {min(others):g}"
-                way_out = "turns of compared responses have weight 0 or 1"
-                raise MalformedRow(f"{group.record.where}: {problem}; {way_out}")
-        if equal := _equal(group, responses):
-            problem = f"{equal} have equal tokens, but one is better"
-            raise MalformedRow(f"{group.record.where}: {problem}")
+        encode = self._continuations if group.record.is_split else self._conversations
+        prompt, responses = encode(group, known)
         fitting = self._fitting(group, len(prompt), responses)
         if fitting is None:
             return False
@@ -530,8 +499,33 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self._note(source, group, prompt, fitting)
         return True
 
-    def _keep_conversations(self, source: int, group: _Group, known: Mapping[str, Tokens]) -> bool:
-        """Store conversations as a prompt and responses, if they fit. Return True if stored.
+    def _continuations(
+        self, group: _Group, known: Mapping[str, Tokens]
+    ) -> tuple[Tokens, list[Encoded]]:
+        """Return the tokens of a prompt and of its responses."""
+        where = group.record.where
+        prompt = self.turns.prompt_tokens(group.parts[0], known)
+        responses: list[Encoded] = []
+        for part in group.parts:
+            ids, weights = self.turns.tokens(part, known)
+            # every continuation begins with the tokens of its prompt
+            assert ids[: len(prompt)] == prompt
+            responses.append((ids[len(prompt) :], weights[len(prompt) :]))
+        for name, (_, weights) in zip(group.record.names, responses):
+            if not any(weights):
+                raise MalformedRow(f"{where}: {name} has no token to train on")
+            if others := set(weights) - {0.0, 1.0}:
+                problem = f"{name} has a turn of weight {min(others):g}"
+                way_out = "turns of compared responses have weight 0 or 1"
+                raise MalformedRow(f"{where}: {problem}; {way_out}")
+        if equal := _equal(group, responses):
+            raise MalformedRow(f"{where}: {equal} have equal tokens, but one is better")
+        return prompt, responses
+
+    def _conversations(
+        self, group: _Group, known: Mapping[str, Tokens]
+    ) -> tuple[Tokens, list[Encoded]]:
+        """Return the tokens of conversations as those of a prompt and of responses.
 
         The prompt is their common tokens before the first placeholder of media.
         """
@@ -545,21 +539,10 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         if not same:
             problem = "the chat template writes the media first, so there is no prompt"
             raise MalformedRow(f"{group.record.where}: {problem}; set data.system")
-        responses = [(ids[same:], [0.0] * (len(ids) - same)) for ids in whole]
-        fitting = self._fitting(group, same, responses)
-        if fitting is None:
-            return False
-        prompt = whole[0][:same]
-        self._store(source, group, prompt, fitting)
-        self._note(source, group, prompt, fitting)
-        return True
+        return whole[0][:same], [(ids[same:], [0.0] * (len(ids) - same)) for ids in whole]
 
     def _note(
-        self,
-        source: int,
-        group: _Group,
-        prompt: Tokens,
-        responses: Sequence[tuple[Tokens, Weights]],
+        self, source: int, group: _Group, prompt: Tokens, responses: Sequence[Encoded]
     ) -> None:
         """Count unknown text and spelled special tokens of a stored row."""
         # the prompt once, as it is stored
@@ -573,8 +556,8 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         self.counts["media_words"] += any(part.record.words for part in group.parts)
 
     def _fitting(
-        self, group: _Group, asked: int, responses: Sequence[tuple[Tokens, Weights]]
-    ) -> list[tuple[Tokens, Weights]] | None:
+        self, group: _Group, asked: int, responses: Sequence[Encoded]
+    ) -> list[Encoded] | None:
         """Return the responses, cut at the length limit, or None for a row that is left out.
 
         Args:
@@ -589,13 +572,13 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         longest = asked + max(len(ids) for ids, _ in responses)
         if longest <= self.max_tokens:
             return list(responses)
-        cut: list[tuple[Tokens, Weights]] = []
+        cut: list[Encoded] = []
         for ids, weights in responses:
             shorter = self.turns.cut(ids, weights, room)
             if shorter is not None:
                 cut.append(shorter)
         if len(cut) < len(responses) or _equal(group, cut):
-            self._sources.overlong(group.record.where, longest, self.max_tokens, "max_tokens")
+            self._overlong(group.record.where, longest, self.max_tokens, "max_tokens")
             return None
         lost = [len(ids) - room for ids, _ in responses if len(ids) > room]
         self.counts["truncated"] += len(lost)
@@ -603,18 +586,17 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
         return cut
 
     def _store(
-        self,
-        source: int,
-        group: _Group,
-        prompt: Tokens,
-        responses: Sequence[tuple[Tokens, Weights]],
+        self, source: int, group: _Group, prompt: Tokens, responses: Sequence[Encoded]
     ) -> None:
         kept, record = self._kept, group.record
         if any(part.items for part in group.parts):
             k = len(kept["groups"])
             self._media[k] = [part.items for part in group.parts]
             # Here, where the row is at hand: ``digest`` need not read it again.
-            self._identities[k] = b"".join(_identities(group))
+            pairs = zip(record.responses, group.parts)
+            self._identities[k] = b"".join(
+                identity(response.media[n]) for response, part in pairs for n in part.items
+            )
         count = len(responses)
         # the first entry of each column belongs to the prompt, and is never read
         ratings = [0.0, *(record.ratings or [ABSENT] * count)]
@@ -635,8 +617,7 @@ class PreferenceDataset(EncodedDataset[PreferenceExample]):
                 self.counts[f"{LABELS}/{head}"] += head in labels
         kept["groups"].append(len(kept["ends"]))
         kept["weight"].append(record.weight)
-        name = self._sources.data_source(record.responses[0], source)
-        kept["data_source"].append(self._sources.data_sources[name])
+        kept["data_source"].append(self._data_source(record.responses[0], source))
         kept["source"].append(source)
         kept["row"].append(group.row)
 
@@ -664,7 +645,7 @@ def _labelled_heads(
     return LabelledHeads(heads, dict(columns), dict(rating_range), kind == "rated", keep_ties)
 
 
-def _equal(group: _Group, responses: Sequence[tuple[Tokens, Weights]]) -> str:
+def _equal(group: _Group, responses: Sequence[Encoded]) -> str:
     """Return the names of two equal responses of different ranks or labels, or an empty text."""
     triples = zip(group.record.names, responses, group.judged)
     # a gold response is compared with no other one
@@ -673,17 +654,3 @@ def _equal(group: _Group, responses: Sequence[tuple[Tokens, Weights]]) -> str:
         if one[1] == other[1] and one[2] != other[2]:
             return f"{one[0]} and {other[0]}"
     return ""
-
-
-def _identities(group: _Group) -> Iterator[bytes]:
-    """Yield the identity of each item of each response of a row."""
-    for response, part in zip(group.record.responses, group.parts):
-        for n in part.items:
-            yield identity(response.media[n])
-
-
-def _check_prompt_media(record: ParsedRow) -> None:
-    """Raise ``MalformedRow`` if the prompt of ``record`` has no media to corrupt."""
-    if not any(marks(message["content"]) for message in record.messages[: record.asked]):
-        problem = "the loss corrupts the media of a prompt, and this prompt has none"
-        raise MalformedRow(f"{record.where}: {problem}")

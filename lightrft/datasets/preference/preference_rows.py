@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.media import NOTHING, Item, SupportedMedia
 from lightrft.datasets.media.items import marks
-from lightrft.datasets.preference.formats import format_of
+from lightrft.datasets.preference.formats import format_of, read_candidates
 from lightrft.datasets.preference.head_labels import (
     HeadLabels,
     LabelledHeads,
@@ -21,22 +21,12 @@ from lightrft.datasets.preference.head_labels import (
     labels_by_head,
     read_labels,
 )
-from lightrft.datasets.preference.raw_preference import (
-    GivenRow,
-    RawPreference,
-    check_distinct,
-)
-from lightrft.datasets.preference.scored_formats import read_candidates
+from lightrft.datasets.preference.raw_preference import Given, RawPreference, check_distinct
 from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up
 from lightrft.datasets.rows.recorded_row import recorded, unrecorded
-from lightrft.datasets.rows.row_content import Raw, raw_text
-from lightrft.datasets.rows.row_reader import (
-    check_begun,
-    media_finder,
-    parsed_row,
-    row_weight,
-)
+from lightrft.datasets.rows.row_content import GivenRow, Raw, raw_text
+from lightrft.datasets.rows.row_reader import parsed_row, row_weight
 from lightrft.types import GOLD
 
 
@@ -122,30 +112,15 @@ def read_preference(
             differ, or the media differ. Also raised if the gold response is missing, or if no head
             has a label.
     """
-    row = recorded(row)
+    given = GivenRow(recorded(row), columns, where, reads, root, prefill)
     # Without a record, since a layout that does not fit reads nothing.
     layout = format_of(unrecorded(row), columns, where, scored=heads is not None)
-    given = GivenRow(row, columns, where)
     if heads is not None and layout.name == "judge":
-        return _candidates(given, heads, reads, root)
+        return _candidates(given, heads)
     raw = layout.read(given)
-    is_begun = check_begun(raw.prompt, prefill, where)
-    return _responses(given, raw, heads, reads, root, gold, is_begun)
-
-
-def _responses(
-    given: GivenRow,
-    raw: RawPreference,
-    heads: LabelledHeads | None,
-    reads: SupportedMedia,
-    root: Path,
-    gold: bool,
-    is_begun: bool,
-) -> PreferenceRow:
-    """Return a row of one prompt with responses. The arguments are those of ``read_preference``."""
-    row, columns, where = given.row, given.columns, given.where
+    is_begun = given.continues(raw.prompt)
     answers = [_answer(one, name, where) for one, name in zip(raw.responses, raw.names)]
-    labels = [] if heads is None else read_labels(raw, row, heads, where)
+    labels = [] if heads is None else read_labels(given, raw, heads)
     ranks = _ranks(raw, labels, heads)
     if heads is None:
         _check_ranks(answers, ranks, raw, where)
@@ -156,22 +131,15 @@ def _responses(
     margins = _margins(raw, compared, ranks, where)
     if gold:
         if not ranks:
-            problem = "a gold response goes with compared responses, not with labels"
-            raise MalformedRow(f"{where}: {problem}")
-        answers.append(_gold(row, columns, where))
+            raise given.malformed("a gold response goes with compared responses, not with labels")
+        answers.append(_gold(given))
         names.append("the gold response")
         ranks.append(GOLD)
         labels.append({})
         # never read, since only ranked responses are compared
         ratings = None if ratings is None else [*ratings, 0.0]
         margins = None if margins is None else [*margins, 0.0]
-    records: list[ParsedRow] = []
-    for answer in answers:
-        finder = media_finder(columns, where, reads, root)
-        record = parsed_row(
-            recorded(row), raw.prompt, answer, columns, where, finder, is_begun=is_begun
-        )
-        records.append(record)
+    records = [parsed_row(given, raw.prompt, answer, is_begun=is_begun) for answer in answers]
     _check_media(records, names, where)
     return PreferenceRow(
         responses=records,
@@ -180,32 +148,26 @@ def _responses(
         desirable=list(raw.desirable),
         ratings=None if ratings is None else list(ratings),
         margins=margins,
-        weight=row_weight(row, columns, where),
+        weight=row_weight(given.row, columns, where),
         labels=labels,
     )
 
 
-def _candidates(
-    given: GivenRow, heads: LabelledHeads, reads: SupportedMedia, root: Path
-) -> PreferenceRow:
-    """Return a question for a judge as two conversations. The arguments are as above."""
-    row, columns, where = given.row, given.columns, given.where
+def _candidates(given: Given, heads: LabelledHeads) -> PreferenceRow:
+    """Return a question for a judge as two conversations."""
     raw = read_candidates(given)
-    labels = read_labels(raw, row, heads, where)
+    labels = read_labels(given, raw, heads)
     # the media are parts of the messages
     no_media = {"images": None, "videos": None, "audios": None}
-    named = columns.model_copy(update=no_media)
-    records: list[ParsedRow] = []
-    for messages in raw.responses:
-        finder = media_finder(named, where, reads, root)
-        # The row's own responses are verdicts.
-        records.append(parsed_row(recorded(row), messages, None, named, where, finder))
+    plain = replace(given, columns=given.columns.model_copy(update=no_media))
+    # The row's own responses are verdicts.
+    records = [parsed_row(plain, messages, None) for messages in raw.responses]
     first, second = (record.media for record in records)
     if all(map(_same_item, first, second)):
-        raise MalformedRow(f"{where}: A and B are the same {first[-1].kind}")
+        raise given.malformed(f"A and B are the same {first[-1].kind}")
     ranks = _ranks(raw, labels, heads)
     if not heads.rates:
-        _check_difference(labels, heads, where)
+        _check_difference(labels, heads, given.where)
     return PreferenceRow(
         responses=records,
         names=list(raw.names),
@@ -213,7 +175,7 @@ def _candidates(
         desirable=[],
         ratings=None,
         margins=None,
-        weight=row_weight(row, columns, where),
+        weight=row_weight(given.row, given.columns, given.where),
         labels=labels,
         is_split=False,
     )
@@ -291,17 +253,14 @@ def _answer(response: Raw, name: str, where: str) -> Raw:
     return response
 
 
-def _gold(row: Row, columns: PreferenceColumns, where: str) -> Raw:
-    """Return the gold response of a row.
-
-    Raises ``MalformedRow`` if the row has none.
-    """
-    name = columns.reference or "reference"
-    value = look_up(row, name)
+def _gold(given: Given) -> Raw:
+    """Return the gold response of a row. Raises ``MalformedRow`` if the row has none."""
+    name = given.columns.reference or "reference"
+    value = look_up(given.row, name)
     if value is None:
         problem = "the loss needs a gold response, and the row has none"
-        raise MalformedRow(f"{where}: {problem}; name its column in data.columns.reference")
-    return _answer(raw_text(value, name, where), name, where)
+        raise given.malformed(f"{problem}; name its column in data.columns.reference")
+    return _answer(raw_text(value, name, given.where), name, given.where)
 
 
 def _has_content(content: object) -> bool:
@@ -405,14 +364,14 @@ def _same_item(one: Item, other: Item) -> bool:
 
 
 def _compared(
-    given: GivenRow, raw: RawPreference, labels: Sequence[HeadLabels], heads: LabelledHeads
+    given: Given, raw: RawPreference, labels: Sequence[HeadLabels], heads: LabelledHeads
 ) -> Sequence[float] | None:
     """Return the ratings whose differences are margins.
 
     They are the labels of the first head if these rank the responses, else the ratings of the row.
     The labels may prefer another response than the ratings do.
     """
-    if raw.ratings is None or not has_column(raw, given.row, heads, given.where):
+    if raw.ratings is None or not has_column(given, raw, heads):
         return raw.ratings
     values = first_ranks(labels, heads.names[0])
     return raw.ratings if values is None else [-value for value in values]

@@ -6,27 +6,22 @@ import hashlib
 import itertools
 import logging
 import re
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import ProcessDataConfig
-from lightrft.datasets.cache_key import token_cache_of
-from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.media import NOTHING, SupportedMedia
-from lightrft.datasets.media.identity import identity
-from lightrft.datasets.media.items import marks
-from lightrft.datasets.media.prefetch import Fetcher
+from lightrft.datasets.encoded_dataset import EncodedDataset
+from lightrft.datasets.media import SupportedMedia
+from lightrft.datasets.media.items import identity, marks
 from lightrft.datasets.process.step_formats import read_steps
-from lightrft.datasets.prompt_dataset import Columns, EncodedDataset, Sources
 from lightrft.datasets.row_parser import ParsedRow
-from lightrft.datasets.row_tables import MalformedRow, Row
-from lightrft.datasets.row_warnings import UnknownText, note_steps, note_text
+from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_warnings import SEPARATED, note, note_text
 from lightrft.datasets.rows.recorded_row import recorded
-from lightrft.datasets.rows.row_reader import check_begun, media_finder, parsed_row, row_weight
+from lightrft.datasets.rows.row_content import GivenRow
+from lightrft.datasets.rows.row_reader import parsed_row, row_weight
 from lightrft.types import Media
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import np
@@ -108,47 +103,14 @@ class ProcessRow:
         return self.record.row
 
 
-def read_process_row(
-    row: Row,
-    config: ProcessDataConfig,
-    where: str,
-    reads: SupportedMedia = NOTHING,
-    root: Path = Path(),
-) -> ProcessRow:
-    """Return ``row`` as a ``ProcessRow``.
-
-    Args:
-        row: the row.
-        config: the settings of the data.
-        where: location of the row, for messages.
-        reads: media that the model reads.
-        root: folder of relative media paths.
-
-    Raises:
-        MalformedRow: see ``read_steps`` and ``parsed_row``.
-    """
-    row, columns = recorded(row), config.columns
-    raw = read_steps(row, config, where)
-    finder = media_finder(columns, where, reads, root)
-    is_begun = check_begun(raw.prompt, config.prefill, where)
-    record = parsed_row(row, raw.prompt, None, columns, where, finder, is_begun=is_begun)
-    return ProcessRow(record, raw.steps, raw.labels, row_weight(row, columns, where))
-
-
 class ProcessDataset(EncodedDataset[ProcessExample]):
     """The examples of ``config``, encoded once.
 
     Steps and separators are encoded one by one, so that the tokens of a separator do not depend on
     the text around it. Media are loaded as in ``PromptDataset``.
 
-    ``counts`` contains:
+    Examples that are ``truncated`` lose their last steps. ``counts`` also contains:
 
-    * ``rows``: rows read.
-    * ``malformed``: rows skipped.
-    * ``overlong``: rows dropped because they exceed ``max_tokens``.
-    * ``truncated``: examples that lost their last steps.
-    * ``special_tokens``: rows that spell a special token as text.
-    * ``examples``: the length of the dataset.
     * ``steps/labelled`` and ``steps/unlabelled``: number of steps with and without a label.
     * ``steps/with_separator``: number of steps that contain the separator.
 
@@ -164,6 +126,10 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
         ConfigError: the tokenizer does not encode ``data.separator``.
     """
 
+    config: ProcessDataConfig
+    purpose = "steps"
+    columns = COLUMNS
+
     def __init__(
         self,
         config: ProcessDataConfig,
@@ -173,33 +139,20 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
         seed: int,
         processor: Any = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, tokenizer, processor, self._parsed)
         self.max_tokens = max_tokens
-        self.encoder = ChatEncoder(config, tokenizer, processor)
         self.separator_ids = self._separator()
-        self._sources = Sources(
-            config, self.encoder.reads, partial(read_process_row, config=config)
-        )
-        self.counts = self._sources.counts
-        self.counts.update(truncated=0, overlong=0, special_tokens=0)
-        self._kept: Columns = {name: array(code) for name, code in COLUMNS.items()}
         # Item numbers by stored example. Most have no media, so it is no column.
         self._media: dict[int, tuple[int, ...]] = {}
-        self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
-        self._unknown = UnknownText(tokenizer)
-        cache = token_cache_of(config, tokenizer, "steps", {"max_tokens": max_tokens}, processor)
-        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
-        self.counts["examples"] = len(self._order)
-        self._source_names = self.data_sources
+        self._fill({"max_tokens": max_tokens}, seed)
 
     def __getitem__(self, i: int) -> ProcessExample:
-        k, start = self._stored(i, "example")
-        kept = self._kept
-        split, end = kept["split"][k], kept["ends"][k]
-        steps = slice(int(kept["steps"][k - 1]) if k else 0, int(kept["steps"][k]))
+        k = self._stored(i)
+        kept, part, steps = self._kept, self._part("ends", k), self._part("steps", k)
+        split = kept["split"][k]
         example = ProcessExample(
-            prompt_ids=kept["tokens"][start:split].tolist(),
-            response_ids=kept["tokens"][split:end].tolist(),
+            prompt_ids=kept["tokens"][part.start : split].tolist(),
+            response_ids=kept["tokens"][split : part.stop].tolist(),
             separators=kept["separators"][steps].tolist(),
             labels=kept["labels"][steps].tolist(),
             id=self._ids[i],
@@ -209,12 +162,20 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
         )
         if k in self._media:
             assert self.encoder.media is not None
-            row = self._sources.record(int(kept["source"][k]), int(kept["row"][k]))
+            row = self._record(*self._place(k))
             items = [row.record.media[n] for n in self._media[k]]
             example.prompt_media, _ = self.encoder.media.inputs(
                 items, example.prompt_ids, row.record.where
             )
         return example
+
+    def _parsed(self, row: Row, where: str, reads: SupportedMedia, root: Path) -> ProcessRow:
+        """Return ``row`` as a ``ProcessRow``. Raises ``MalformedRow``."""
+        columns = self.config.columns
+        given = GivenRow(recorded(row), columns, where, reads, root, self.config.prefill)
+        raw = read_steps(given.row, self.config, where)
+        record = parsed_row(given, raw.prompt, None, is_begun=given.continues(raw.prompt))
+        return ProcessRow(record, raw.steps, raw.labels, row_weight(given.row, columns, where))
 
     def digest(self) -> str:
         """Return a digest of the tokens, labels and media of all examples, in their order."""
@@ -223,7 +184,7 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
             found.update(np.asarray(self._kept[name]).tobytes())
         found.update(self._order.tobytes())
         for k, places in sorted(self._media.items()):
-            row = self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+            row = self._record(*self._place(k))
             for n in places:
                 found.update(identity(row.record.media[n]))
         found.update(self.config.media.model_dump_json().encode())
@@ -231,13 +192,12 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
 
     def record(self, i: int) -> ProcessRow:
         """Return the row of example ``i``. Raises ``MalformedRow`` if it cannot be read again."""
-        k, _ = self._stored(i, "example")
-        return self._sources.record(int(self._kept["source"][k]), int(self._kept["row"][k]))
+        return self._record(*self._place(self._stored(i)))
 
     @property
     def most_steps(self) -> int:
         """Return the largest number of steps of an example."""
-        return int(np.diff(np.asarray(self._kept["steps"], dtype=np.int64), prepend=0).max())
+        return int(self._sizes("steps").max())
 
     def _separator(self) -> list[int]:
         """Return the tokens of the separator.
@@ -261,21 +221,16 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
 
     def _add(self, source: int, chunk: Sequence[tuple[int, ProcessRow]]) -> list[str]:
         """Encode rows and store the examples that fit. Return their names."""
-        shown: list[tuple[int, ProcessRow, str]] = []
-        for number, row in chunk:
-            try:
-                shown.append((number, row, self.encoder.prompt(row.record)))
-            except MalformedRow as error:
-                self._sources.skip(error)
-        expanded = self.encoder.expanded([(row.record, [text]) for _, row, text in shown])
-        good = self._sources.made(shown, expanded)
-        # one call for each kind: a fast tokenizer encodes them in parallel
-        prompts = self.encoder.encode_prompts([full for _, (full,) in good])
-        texts = [self._shielded(row) for (_, row, _), _ in good]
+        rows = dict(chunk)
+        good = self._prompts([(number, row.record) for number, row in chunk])
+        texts = [
+            [self.encoder.escape_special_tokens(s, answer=True) for s in rows[number].steps]
+            for number, *_ in good
+        ]
         encoded = iter(self.encoder.encode(list(itertools.chain.from_iterable(texts))))
         names = []
-        for ((number, row, text), (full,)), prompt, own in zip(good, prompts, texts):
-            steps = list(itertools.islice(encoded, len(own)))
+        for (number, _, text, full, prompt), own in zip(good, texts):
+            row, steps = rows[number], list(itertools.islice(encoded, len(own)))
             fitting = self._fitting(row, prompt, steps)
             if not fitting:
                 continue
@@ -286,16 +241,12 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
             ids = [*prompt, *itertools.chain.from_iterable(fitting)]
             unknown = self._unknown.count("".join([full, *own[: len(fitting)]]), ids)
             note_text(self.counts, unknown, len(ids), source, number)
-            kept = row.steps[: len(fitting)]
-            note_steps(self.counts, kept, self.config.separator, source, number)
+            separated = sum(self.config.separator in s for s in row.steps[: len(fitting)])
+            note(self.counts, SEPARATED, separated, source, number)
             self.counts["special_tokens"] += any(map(self.encoder.is_shielded, [full, *own]))
             self.counts["media_words"] += bool(row.record.words)
-            names.append(row.record.id or f"{self._sources.names[source]}/{number}")
+            names.append(self._name(row.record.id, source, number))
         return names
-
-    def _shielded(self, row: ProcessRow) -> list[str]:
-        """Return the steps as text in which no special token acts as one."""
-        return [self.encoder.escape_special_tokens(step, answer=True) for step in row.steps]
 
     def _fitting(
         self, row: ProcessRow, prompt: Sequence[int], steps: list[list[int]]
@@ -310,7 +261,7 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
         if self.config.overlong_prompts == "truncate" and has_labels:
             self.counts["truncated"] += 1
             return steps[:count]
-        self._sources.overlong(row.record.where, ends[-1], self.max_tokens, "max_tokens")
+        self._overlong(row.record.where, ends[-1], self.max_tokens, "max_tokens")
         return []
 
     def _store(
@@ -334,7 +285,6 @@ class ProcessDataset(EncodedDataset[ProcessExample]):
         kept["ends"].append(len(kept["tokens"]))
         kept["steps"].append(len(kept["labels"]))
         kept["weight"].append(row.weight)
-        name = self._sources.data_source(row.record, source)
-        kept["data_source"].append(self._sources.data_sources[name])
+        kept["data_source"].append(self._data_source(row.record, source))
         kept["source"].append(source)
         kept["row"].append(number)

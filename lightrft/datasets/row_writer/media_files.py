@@ -10,13 +10,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from lightrft.datasets.media.fetch import NESTED, Content, Fetch, Frames, Samples, first_given
+from lightrft.datasets.media.fetch import NESTED, RAW, Content, Fetch, Frames, Samples, first_given
 from lightrft.datasets.media.items import Item
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.utils.atomic_files import write_atomic
-
-INLINE = ("bytes", "array", "data", "base64")
-"""Fields of a value that contain the media themselves."""
 
 SIGNATURES = {
     b"\x89PNG": ".png",
@@ -60,7 +57,7 @@ class MediaFiles:
         is_address = isinstance(value, str) and "://" in value[:16]
         if is_address and not str(value).startswith("file:"):
             return value
-        if isinstance(value, Mapping) and first_given(value, INLINE) is None:
+        if isinstance(value, Mapping) and first_given(value, RAW) is None:
             inside = first_given(value, NESTED)
             if inside is not None:
                 return self._portable(inside, root)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.chat_encoder import ChatEncoder, asking
-from lightrft.datasets.media.items import MARK, Item
+from lightrft.datasets.media.items import MARK, Item, as_parts
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_parser import Message, ParsedRow, read_tools
 from lightrft.datasets.row_writer.media_files import MediaFiles
@@ -70,25 +70,15 @@ class PromptRows:
     def _content(self, text: str, media: list[Item]) -> str | list[dict[str, object]]:
         """Return the content of a message, with parts if it has media or a marker of them."""
         markers = [word for words in self.encoder.reads.spellings.values() for word in words]
-        has_media = MARK.search(text) is not None
-        if not has_media and not any(word in text for word in markers):
+        if MARK.search(text) is None and not any(word in text for word in markers):
             return text
-        # split with two groups gives: text, kind, number, text, kind, number, text ...
-        cut = MARK.split(text)
-        parts: list[dict[str, object]] = [{"type": "text", "text": cut[0]}]
-        for number, after in zip(cut[2::3], cut[3::3]):
-            parts.append(self._part(media[int(number)]))
-            parts.append({"type": "text", "text": after})
-        return [part for part in parts if part.get("text") != ""]
+        return as_parts(text, lambda _, number: self._part(media[number]))
 
     def _part(self, item: Item) -> dict[str, object]:
         assert self.files is not None
-        part: dict[str, object] = {"type": item.kind, item.kind: self.files.value_of(item)}
-        for name in LIMITS:
-            limit = getattr(item, name)
-            if limit is not None:
-                part[name] = limit
-        return part
+        limits = {name: getattr(item, name) for name in LIMITS}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        return {"type": item.kind, item.kind: self.files.value_of(item), **given}
 
     def _compare(self, row: dict[str, object], record: ParsedRow, cut: int) -> None:
         """Count the prompt if the run that reads ``row`` would encode it to other tokens."""

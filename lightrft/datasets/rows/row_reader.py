@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from lightrft.config.data import Columns, TrainingColumns
-from lightrft.datasets.media import NOTHING, MediaFinder, SupportedMedia
+from lightrft.datasets.media import NOTHING, SupportedMedia
 from lightrft.datasets.row_parser import (
     CHATS,
     CONVERSATIONS,
@@ -27,19 +27,14 @@ from lightrft.datasets.row_parser import (
     read_prompt,
 )
 from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
-from lightrft.datasets.rows.recorded_row import RecordedRow, is_raw, recorded, unrecorded
+from lightrft.datasets.rows.recorded_row import is_raw, recorded, unrecorded
 from lightrft.datasets.rows.row_content import (
     MEANINGS,
     USUAL,
+    GivenRow,
     Raw,
-    find_gold,
-    find_prompt,
     is_transcript,
-    pick,
-    prompt_column,
     raw_prompt,
-    refuse_unread,
-    response_column,
 )
 
 WEIGHTS = ("example_weight", "sample_weight")
@@ -74,11 +69,11 @@ def read_record(
             messages are malformed. Also raised if places and media do not match. The message names
             the row, the column and the existing columns.
     """
-    row = recorded(row)
-    finder = media_finder(columns, where, reads, root)
-    column = response_column(row, columns, where)
+    given = GivenRow(recorded(row), columns, where, reads, root, prefill)
+    row = given.row
+    column = given.response_column()
     has_response = bool(column) and look_up(unrecorded(row), column) is not None
-    prompt = find_prompt(row, columns, where, has_response=has_response)
+    prompt = given.find_prompt(has_response=has_response)
     response = None
     is_turn = ends_with_assistant(prompt)
     # Mistral and DeepSeek mark the beginning of a turn so.
@@ -86,26 +81,29 @@ def read_record(
     if is_marked:
         last = {name: value for name, value in prompt[-1].items() if name != "prefix"}
         prompt = [*prompt[:-1], last]
-    is_begun = is_marked or (is_turn and _is_begun(row, columns, where, prefill))
+    is_begun = is_marked or (is_turn and _is_begun(given))
     if is_marked and not is_prompt and not has_response:
-        raise MalformedRow(
-            f"{where}: the messages end with the beginning of a turn (prefix: true), and no column "
+        raise given.malformed(
+            "the messages end with the beginning of a turn (prefix: true), and no column "
             "has the rest of it; remove the mark if the turn is whole"
         )
     if is_begun and not is_prompt:
         # A label is not the rest of a turn.
         is_begun = has_response and (bool(columns.response) or column in CONTINUATIONS)
     if is_begun or not is_turn:
-        response = _response(row, column, columns, where)
+        response = _response(given, column)
     elif columns.response and has_response:
-        raise MalformedRow(
-            f"{where}: the messages end with a response already, and {columns.response!r} "
+        raise given.malformed(
+            f"the messages end with a response already, and {columns.response!r} "
             "(data.columns.response) holds another; leave one of them out, or set data.prefill: "
             "true if the second continues the first"
         )
-    if prompt is None or prompt == "":
-        _check_blank(row, finder, where)
-    return parsed_row(row, prompt, response, columns, where, finder, is_begun=is_begun)
+    # A row has a prompt, or the media are the prompt.
+    if prompt in (None, "") and not given.finder().has_columns(unrecorded(row)):
+        if not row.keys().isdisjoint(set(USUAL["prompt"]).difference(CHATS)):
+            raise given.malformed("the prompt is empty")
+        raise no_prompt(row, where)
+    return parsed_row(given, prompt, response, is_begun=is_begun)
 
 
 def _is_marked(prompt: Raw | None) -> TypeGuard[list[Any]]:
@@ -114,66 +112,39 @@ def _is_marked(prompt: Raw | None) -> TypeGuard[list[Any]]:
     return prompt[-1].get("prefix") is True
 
 
-def _is_begun(row: RecordedRow, columns: Columns, where: str, prefill: object) -> bool:
-    """Return True if the assistant turn at the end of the prompt of ``row`` is a beginning."""
-    if prefill != "auto":
-        return bool(prefill)
-    name = prompt_column(unrecorded(row), columns, where)
+def _is_begun(given: GivenRow) -> bool:
+    """Return True if the assistant turn at the end of the prompt of a row is a beginning."""
+    if given.prefill != "auto":
+        return bool(given.prefill)
+    here = given.unrecorded
+    name = here.prompt_column()
     if name.rpartition(".")[2] in (*CONVERSATIONS, *CHATS):
         return False
     # Otherwise the turn is of another column, which holds the whole conversation.
-    return ends_with_assistant(raw_prompt(look_up(unrecorded(row), name), where))
-
-
-def check_begun(prompt: Raw, prefill: object, where: str) -> bool:
-    """Return True if the response to ``prompt``, in another column, continues its last turn.
-
-    Args:
-        prompt: the prompt of a row with its response elsewhere.
-        prefill: the setting ``data.prefill``.
-        where: location of the row, for messages.
-
-    Raises:
-        MalformedRow: the prompt ends with a turn of the assistant, and ``prefill`` is False.
-    """
-    is_begun = ends_with_assistant(prompt)
-    if is_begun and prefill is False:
-        raise MalformedRow(
-            f"{where}: the prompt ends with the assistant's message; leave it out, or set "
-            "data.prefill: true to have the response continue it"
-        )
-    return is_begun
+    return ends_with_assistant(raw_prompt(look_up(here.row, name), given.where))
 
 
 def parsed_row(
-    row: RecordedRow,
-    prompt: Raw | None,
-    response: str | list[Any] | None,
-    columns: Columns,
-    where: str,
-    finder: MediaFinder,
-    *,
-    is_begun: bool = False,
+    given: GivenRow, prompt: Raw | None, response: str | list[Any] | None, *, is_begun: bool = False
 ) -> ParsedRow:
     """Return a row with its prompt and response as a ``ParsedRow``, with its media.
 
     Args:
-        row: the row.
+        given: the row.
         prompt: the prompt, with the system message and the history of the row. None if the prompt
             is the media alone.
         response: the response. None if the row has none, or if ``prompt`` ends with it.
-        columns: names of the columns.
-        where: location of the row, for messages.
-        finder: collects the media of the row.
         is_begun: True if the response continues the last message of ``prompt``.
 
     Raises:
         MalformedRow: messages are malformed, places and media do not match, or a column of a known
             meaning is not read.
     """
-    has_media = finder.has_columns(unrecorded(row))
-    given = " " if has_media and prompt in (None, "") else prompt
-    asked = read_prompt(given, where, finder, blank=has_media)
+    row, columns, where = recorded(given.row), given.columns, given.where
+    finder, here = given.finder(), given.unrecorded
+    has_media = finder.has_columns(here.row)
+    shown = " " if has_media and prompt in (None, "") else prompt
+    asked = read_prompt(shown, where, finder, blank=has_media)
     said: str | list[Message] | None = None
     if isinstance(response, str):
         said = finder.plain(response, f"{where}, response")
@@ -184,27 +155,30 @@ def parsed_row(
     if is_begun and isinstance(asked, list):
         if asked[-1].get("tool_calls"):
             problem = "the prompt ends with a call of a tool, which no response can continue"
-            raise MalformedRow(f"{where}: {problem}; add the tool's result, or leave the call out")
+            raise given.malformed(f"{problem}; add the tool's result, or leave the call out")
         if said and not isinstance(said, str) and said[0]["role"] != "assistant":
-            raise MalformedRow(
-                f"{where}: the prompt ends with the assistant's message, and the response begins "
+            raise given.malformed(
+                "the prompt ends with the assistant's message, and the response begins "
                 f"with one of {said[0]['role']!r}; a response continues the message"
             )
         # The weight of a continued message is that of its response.
         turn_weights = {k - (k >= len(asked)): w for k, w in turn_weights.items()}
-    gold = find_gold(row, columns, where)
-    here = unrecorded(row)
+    gold = given.gold()
     # A layout may have its prompt elsewhere, so the named column may be missing.
-    is_missing = bool(columns.prompt) and look_up(here, columns.prompt) is None
-    name = "" if is_missing else prompt_column(here, columns, where)
-    spelled = look_up(here, name) if name else None
+    is_missing = bool(columns.prompt) and look_up(here.row, columns.prompt) is None
+    name = "" if is_missing else here.prompt_column()
+    spelled = look_up(here.row, name) if name else None
     is_spelled = isinstance(spelled, str) and is_transcript(spelled) and not finder.items
-    identifier_column, identifier = pick(row, "id", columns, where)
-    source_column, _ = pick(here, "data_source", columns, where)
+    identifier_column, identifier = given.pick("id")
+    source_column, _ = here.pick("data_source")
     # The column of the response stays, since rewards may compare with it.
-    taken = {name, *gold.columns, identifier_column, source_column}
-    taken |= finder.taken(here)
-    refuse_unread(row, columns, {f"{item.kind}s" for item in finder.items}, where)
+    taken = {name, *gold.columns, identifier_column, source_column, *finder.taken(here.row)}
+    given.refuse_unread(row, {f"{item.kind}s" for item in finder.items})
+    possible: tuple[str, ...] = ()
+    if not name:
+        # Text or turns that no part of a record has.
+        known = {*taken, *USUAL["response"], *WEIGHTS, *MEANINGS}
+        possible = tuple(n for n in sorted(row.unread - known) if _may_be_prompt(row.peek(n)))
     return ParsedRow(
         prompt=asked,
         response=said,
@@ -212,7 +186,12 @@ def parsed_row(
         reference=gold.reference,
         data_source=gold.data_source,
         id="" if identifier is None else str(identifier),
-        columns=_other_columns(row, taken, reads=finder.reads),
+        columns={
+            other: value
+            for other, value in row.items()
+            # A model of text alone has no use for media, but a reward may.
+            if other not in taken and not (finder.reads.spellings and is_raw(value))
+        },
         row=row,
         where=where,
         media=finder.items,
@@ -220,7 +199,7 @@ def parsed_row(
         front=places.front,
         words=places.words,
         gold=gold.columns,
-        possible_prompts=() if name else _possible_prompts(row, taken),
+        possible_prompts=possible,
         text=spelled if is_spelled and raw_prompt(spelled, where) == prompt else None,
         is_begun=is_begun,
     )
@@ -250,34 +229,6 @@ def row_weight(row: Row, columns: TrainingColumns, where: str) -> float:
     return 1.0
 
 
-def media_finder(columns: Columns, where: str, reads: SupportedMedia, root: Path) -> MediaFinder:
-    """Return a finder of the media of one row.
-
-    Args:
-        columns: names of the columns.
-        where: location of the row, for messages.
-        reads: media that the model reads.
-        root: folder of relative media paths.
-    """
-    named = {"image": columns.images, "video": columns.videos, "audio": columns.audios}
-    return MediaFinder(reads, where, root, named)
-
-
-def _check_blank(row: RecordedRow, finder: MediaFinder, where: str) -> None:
-    """Raise ``MalformedRow`` for a row that has neither a prompt nor media."""
-    if finder.has_columns(unrecorded(row)):
-        return
-    if not row.keys().isdisjoint(set(USUAL["prompt"]).difference(CHATS)):
-        raise MalformedRow(f"{where}: the prompt is empty")
-    raise no_prompt(row, where)
-
-
-def _possible_prompts(row: RecordedRow, taken: set[str]) -> tuple[str, ...]:
-    """Return the columns of text or turns that no part of a record has, and may be a prompt."""
-    known = {*taken, *USUAL["response"], *WEIGHTS, *MEANINGS}
-    return tuple(n for n in sorted(row.unread - known) if _may_be_prompt(row.peek(n)))
-
-
 def _may_be_prompt(value: object) -> bool:
     """Return True for text, and for records with text, which may be turns of a conversation."""
     if isinstance(value, list | tuple):
@@ -286,33 +237,18 @@ def _may_be_prompt(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _response(
-    row: RecordedRow, column: str, columns: Columns, where: str
-) -> str | list[Any] | None:
-    value = look_up(row, column) if column else None
+def _response(given: GivenRow, column: str) -> str | list[Any] | None:
+    is_named = bool(given.columns.response)
+    value = look_up(given.row, column) if column else None
     if isinstance(value, Mapping) and not {"role", "from"}.isdisjoint(value):
         value = [value]
-    if isinstance(value, Mapping) and columns.response:
-        kind = type(value).__name__
-        problem = f"{where}: response must be text or a list of messages, not {kind}"
-        raise MalformedRow(f"{problem}; name another column in data.columns.response")
+    if isinstance(value, Mapping) and is_named:
+        problem = f"response must be text or a list of messages, not {type(value).__name__}"
+        raise given.malformed(f"{problem}; name another column in data.columns.response")
     # A table or a list of texts in a usual column, such as ``answer``, is for rewards.
     if value is None or isinstance(value, Mapping):
         return None
     if isinstance(value, list | tuple):
-        is_spoken = bool(columns.response) or any(isinstance(one, Mapping) for one in value)
+        is_spoken = is_named or any(isinstance(one, Mapping) for one in value)
         return list(value) if is_spoken else None
     return (json_messages(value) if isinstance(value, str) else None) or str(value)
-
-
-def _other_columns(row: Row, taken: set[str], reads: SupportedMedia) -> dict[str, object]:
-    """Return the columns of ``row`` that are neither ``taken`` nor media."""
-    kept = {}
-    for name, value in row.items():
-        if name in taken:
-            continue
-        # A model of text alone has no use for media, but a reward may.
-        if reads.spellings and is_raw(value):
-            continue
-        kept[name] = value
-    return kept

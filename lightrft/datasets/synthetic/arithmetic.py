@@ -201,9 +201,7 @@ def is_heldout(problem: str, share: float) -> bool:
 
 
 def work(
-    numbers: Sequence[int],
-    signs: Sequence[str],
-    slip: tuple[int, int] | None = None,
+    numbers: Sequence[int], signs: Sequence[str], slip: tuple[int, int] | None = None
 ) -> list[tuple[int, str, int, int]]:
     """Return the steps ``(a, sign, b, result)`` of a solution, in the order of precedence.
 
@@ -229,11 +227,7 @@ def work(
 
 
 def _row(
-    problem: str,
-    numbers: list[int],
-    signs: list[str],
-    steps: bool,
-    slip: tuple[int, int] | None,
+    problem: str, numbers: list[int], signs: list[str], steps: bool, slip: tuple[int, int] | None
 ) -> dict[str, object]:
     written = work(numbers, signs, slip)
     lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in written] if steps else []

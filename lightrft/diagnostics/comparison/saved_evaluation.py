@@ -17,8 +17,7 @@ from lightrft.config.base import build, dotted
 from lightrft.config.reward import RewardConfig
 from lightrft.rewards.success import Success
 from lightrft.trainer.process_model.results import scored_response
-from lightrft.trainer.reward_model.results import scored_prompt
-from lightrft.trainer.reward_model.results_file import RESULTS, read_line
+from lightrft.trainer.reward_model.results import RESULTS, read_line, scored_prompt
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.prompt_digest import IDENTIFYING
 from lightrft.utils.yaml_text import parse_yaml

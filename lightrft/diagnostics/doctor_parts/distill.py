@@ -13,9 +13,8 @@ from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.learner.distillation.step import alignment_metrics
 from lightrft.learner.sft_step import examples_to_batch
 from lightrft.models.processors import Processor
-from lightrft.trainer.distill.data import View, load_views, shown_batch
+from lightrft.trainer.distill.data import View, find_teachers, load_views, shown_batch
 from lightrft.trainer.distill.run import as_prompt
-from lightrft.trainer.distill.teachers import find_teachers
 
 TRIED = 64
 """Number of given responses that are aligned."""

@@ -31,7 +31,7 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
     if kind.copies_weights and not isinstance(config, RLConfig):
         # that of ``rl`` is checked with its other settings
         try:
-            check_replica(config.engine.kind, config.model, config.strategy.tensor_parallel)
+            check_replica(config.engine.kind, config.strategy.tensor_parallel)
         except ConfigError as error:
             yield Finding("engine", "bad", "engine.kind", str(error))
     for level, about, says in kind.examine(config, torch.device(device)) if kind.examine else ():

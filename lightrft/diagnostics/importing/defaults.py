@@ -30,6 +30,15 @@ def _swift_accumulation(given: Options) -> int:
     return max(1, math.ceil(16 / max(rows, 1)))
 
 
+def _evaluated(given: Options) -> list[dict[str, Any]] | None:
+    """Return the split that TRL's scripts evaluate on, where they evaluate."""
+    name, subset = given.get("dataset_name"), given.get("dataset_config")
+    if not name or str(given.get("eval_strategy") or "no") == "no":
+        return None
+    own = {"path": name, "split": given.get("dataset_test_split", "test")}
+    return [own if subset is None else {**own, "subset": subset}]
+
+
 _TRAINER = {
     "per_device_train_batch_size": 8,
     "num_train_epochs": 3,
@@ -38,7 +47,12 @@ _TRAINER = {
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
 }
-_TRL = {**_TRAINER, "gradient_checkpointing": True, "lora_dropout": 0.05}
+_TRL = {
+    **_TRAINER,
+    "gradient_checkpointing": True,
+    "lora_dropout": 0.05,
+    "eval_dataset": _evaluated,
+}
 _LLAMA = {
     **_TRAINER,
     "learning_rate": 5e-5,

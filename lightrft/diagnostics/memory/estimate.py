@@ -408,6 +408,8 @@ def copy_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
     _, width = heads_of(policy.text)
     widths = [width] * policy.text.num_hidden_layers
     cache = key_value_cache(engine.max_cache_tokens, widths, policy.itemsize)
+    # the copy is in the compute dtype, whatever the policy is quantised to
+    policy = replace(policy, quantised=False)
     weights = held(policy.parameters).weights
     if engine.quantization is not None:
         # a byte per weight of the blocks; the scales and norms are small

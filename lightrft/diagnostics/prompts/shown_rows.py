@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.algorithms.reward_model.requirements import reward_requirements
 from lightrft.config.config_tools import ShowConfig
 from lightrft.config.data import (
     DataConfig,
@@ -122,8 +121,7 @@ def _dataset(
     if isinstance(config, PRMVerbConfig) and isinstance(data, ProcessDataConfig):
         return load_steps(config, tokenizer, processor, data, key)
     if isinstance(config, RMConfig) and isinstance(data, RewardDataConfig):
-        needs = reward_requirements(config.reward_model)
-        return load_rewarded(config, needs, tokenizer, processor, data, key)
+        return load_rewarded(config, tokenizer, processor, data, key)
     if isinstance(config, DPOConfig) and isinstance(data, PreferenceDataConfig):
         needs = preference_requirements(config.preference)
         return load_preferences(config, data, key, needs, tokenizer, processor)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from torch import Tensor
 
+from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.objective import reward_terms
 from lightrft.algorithms.reward_model.quality import (
     JudgedPair,
@@ -22,20 +22,9 @@ from lightrft.algorithms.reward_model.rating_losses import right_signs
 from lightrft.algorithms.reward_model.requirements import signed_score
 from lightrft.algorithms.token_ops import require_column
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset, PreferenceExample
-from lightrft.datasets.sampler import in_order
-from lightrft.learner.preference_examples import preference_to_batch
-from lightrft.learner.reward_model.outputs import (
-    Outputs,
-    compute_outputs,
-    joined,
-    responses_of,
-)
-from lightrft.learner.reward_model.step import (
-    LayoutChecked,
-    RewardModelSettings,
-    verify_layout,
-)
-from lightrft.learner.sft_step import with_sources
+from lightrft.learner.reward_model.outputs import responses_of
+from lightrft.learner.reward_model.scoring import loss_metric, scored, term_means
+from lightrft.learner.reward_model.step import RewardModelSettings
 from lightrft.models.reward.reward_model import HeadOutputs, RewardModel
 from lightrft.models.training_mode import evaluation_mode
 from lightrft.observability.metrics import Mean, Metrics
@@ -44,22 +33,16 @@ from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutScores:
-    """The result of an evaluation of held-out rows: metrics, and the scores of each row."""
-
-    metrics: Metrics
-    prompts: list[ScoredPrompt]
-
-
 def evaluate_reward_model(
     strategy: Strategy,
     trained: TrainableModel[RewardModel],
     dataset: PreferenceDataset,
     settings: RewardModelSettings,
     batch_size: int,
-) -> HeldOutScores:
-    """Return the loss of ``dataset`` and how well the scores order it. All ranks must call it.
+) -> tuple[Metrics, list[ScoredPrompt]]:
+    """Return the loss of ``dataset`` and the order of its scores, and the scored rows.
+
+    All ranks must call it.
 
     With the loss ``cost_sign``, ``eval/sign_accuracy`` is the fraction of responses whose score is
     above 0 if they are unsafe, and at most 0 if they are safe.
@@ -78,17 +61,13 @@ def evaluate_reward_model(
     losses, signs, prompts = Metrics(), Metrics(), list[ScoredPrompt]()
     for examples, batch, outputs in scored(strategy, trained, dataset, settings, batch_size):
         data_of_head = responses_of(batch, outputs, settings.heads)
-        for i, term in enumerate(reward_terms(data_of_head, settings.reward_model)):
-            losses.add(f"{i}", Mean(term.weight * term.losses.sum(), term.units.sum()))
-        signs.merge(sign_metrics(batch, outputs, settings))
+        losses.merge(term_means(reward_terms(data_of_head, settings.reward_model)))
+        signs.merge(sign_metrics(data_of_head, settings))
         prompts += scored_prompts(examples, batch, outputs, settings.heads)
-    metrics = Metrics()
-    means = losses.compute()
-    if means:
-        metrics.add("eval/loss", Mean(sum(means.values())))
+    metrics = loss_metric(losses)
     metrics.merge(signs)
     metrics.merge(head_metrics(prompts, settings.heads))
-    return HeldOutScores(metrics, prompts)
+    return metrics, prompts
 
 
 def head_metrics(prompts: Sequence[ScoredPrompt], heads: Sequence[str]) -> Metrics:
@@ -111,19 +90,15 @@ def head_metrics(prompts: Sequence[ScoredPrompt], heads: Sequence[str]) -> Metri
     return metrics
 
 
-def sign_metrics(batch: Batch, outputs: Outputs, settings: RewardModelSettings) -> Metrics:
-    """Return the accuracy of the signs of scores that the first ``cost_sign`` loss trains.
-
-    Args:
-        batch: A batch.
-        outputs: The outputs of each head for ``batch``.
-        settings: The settings of the run.
-    """
+def sign_metrics(
+    data_of_head: Mapping[str, ScoredResponses], settings: RewardModelSettings
+) -> Metrics:
+    """Return the accuracy of the signs of scores that the first ``cost_sign`` loss trains."""
     metrics = Metrics()
     signed = signed_score(settings.reward_model)
     if signed is not None:
         head, unsafe_from = signed
-        right = right_signs(responses_of(batch, outputs, settings.heads)[head], unsafe_from)
+        right = right_signs(data_of_head[head], unsafe_from)
         if len(right):
             metrics.add("eval/sign_accuracy", Mean(int(right.sum()), len(right)))
     return metrics
@@ -158,43 +133,6 @@ def source_metrics(pairs: Sequence[JudgedPair]) -> Metrics:
         if name:
             metrics.add(f"eval/{name}/pair_accuracy", Mean(pair_accuracy(own).mean))
     return metrics
-
-
-@dataclass(slots=True)
-class EvaluatedModel:
-    """A reward model that is not trained. See ``LayoutChecked``."""
-
-    model: RewardModel
-    layout_verified: bool = False
-
-
-def scored(
-    strategy: Strategy,
-    trained: LayoutChecked[RewardModel],
-    dataset: PreferenceDataset,
-    settings: RewardModelSettings,
-    batch_size: int,
-    begin: int = 0,
-) -> Iterator[tuple[list[PreferenceExample], Batch, Outputs]]:
-    """Yield the examples of ``dataset`` with the outputs of the model, equal on all ranks.
-
-    Args:
-        strategy: Gives the ranks and the device.
-        trained: The reward model.
-        dataset: The examples.
-        settings: The settings of the run.
-        batch_size: Number of examples of a part.
-        begin: Number of examples to leave out, from the first.
-    """
-    for examples in in_order(dataset, batch_size, strategy.ranks, begin):
-        if not examples:
-            continue
-        batch = with_sources(
-            preference_to_batch(examples, settings.heads), examples, settings.sources
-        )
-        verify_layout(trained, batch, strategy, lambda some: joined(trained.model.score(some)))
-        outputs = compute_outputs(trained.model, batch, strategy, settings.max_tokens)
-        yield examples, batch, outputs
 
 
 def scored_prompts(

@@ -8,11 +8,9 @@ pass. Loss and gradient are the same in both forms.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +24,10 @@ from lightrft.algorithms.reward_model.objective import (
 )
 from lightrft.algorithms.token_ops import require_column
 from lightrft.config.reward_model.sections import RewardModelConfig
+from lightrft.datasets.preference.preference_dataset import PreferenceExample
 from lightrft.learner.micro_batches import largest_group
 from lightrft.learner.policy_update import LossOf, optimizer_step
+from lightrft.learner.preference_batch import preference_to_batch
 from lightrft.learner.reward_model.outputs import (
     Outputs,
     compute_outputs,
@@ -35,24 +35,17 @@ from lightrft.learner.reward_model.outputs import (
     responses_of,
     separated,
 )
-from lightrft.models.actor import Backbone
+from lightrft.learner.reward_model.scoring import ScoringSettings, verify_layout
+from lightrft.learner.sft_step import with_sources
 from lightrft.models.reward.reward_model import HeadOutputs, RewardModel
-from lightrft.models.training_mode import evaluation_mode
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
 
-log = logging.getLogger(__name__)
-
-LAYOUT_BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference of a score between two layouts, relative to the largest score, by dtype."""
-HALF_BOUND = 0.05
-"""The same for dtypes of 16 bits."""
-
 
 @dataclass(frozen=True, slots=True)
-class RewardModelSettings:
+class RewardModelSettings(ScoringSettings[RewardModel, PreferenceExample, Outputs]):
     """The settings of a step.
 
     Attributes:
@@ -66,6 +59,24 @@ class RewardModelSettings:
     max_tokens: int
     heads: Sequence[str]
     sources: Sequence[str] = ()
+
+    def batch(self, examples: Sequence[PreferenceExample]) -> Batch:
+        """See ``ScoringSettings.batch``."""
+        return with_sources(preference_to_batch(examples, self.heads), examples, self.sources)
+
+    def numbers(self, model: RewardModel, batch: Batch) -> Tensor:
+        """See ``ScoringSettings.numbers``."""
+        return joined(model.score(batch))
+
+    def compute(self, model: RewardModel, batch: Batch, strategy: Strategy) -> Outputs:
+        """See ``ScoringSettings.compute``.
+
+        Args:
+            model: The reward model.
+            batch: Prompts and responses.
+            strategy: Places tensors.
+        """
+        return compute_outputs(model, batch, strategy, self.max_tokens)
 
 
 def reward_model_step(
@@ -82,7 +93,7 @@ def reward_model_step(
         batch: The global batch, identical on all ranks.
         settings: The settings of the step.
     """
-    verify_layout(trained, batch, strategy, lambda some: joined(trained.model.score(some)))
+    verify_layout(trained, batch, strategy, settings.numbers)
     objective = RewardObjective(trained.model, settings, divisors(batch, settings))
     metrics = Metrics({"reward_model/responses": Sum(len(batch))})
     metrics.add("reward_model/tokens", Sum(batch.tokens))
@@ -220,62 +231,3 @@ def reward_metrics(
         for number, source in enumerate(settings.sources):
             metrics.add(f"reward_model/{source}/accuracy", Mean.of(right, source_of == number))
     return metrics
-
-
-ModelT_co = TypeVar("ModelT_co", bound=Backbone, covariant=True)
-
-
-class LayoutChecked(Protocol[ModelT_co]):
-    """A model, and whether its layout was compared with padded rows."""
-
-    layout_verified: bool
-
-    @property
-    def model(self) -> ModelT_co:
-        """The model."""
-        ...
-
-
-@torch.no_grad()
-def verify_layout(
-    trained: LayoutChecked[Backbone],
-    batch: Batch,
-    strategy: Strategy,
-    scores: Callable[[Batch], Tensor],
-) -> None:
-    """Compare the scores of the layout with those of padded rows, on the first batch of a run.
-
-    If the two differ, padded rows are used from then on, and the reason is logged.
-
-    Args:
-        trained: The reward model.
-        batch: The first batch of the run.
-        strategy: Gathers the model's weights.
-        scores: Computes the numbers to compare, of part of the batch.
-    """
-    model = trained.model
-    if trained.layout_verified or not len(batch):
-        return
-    trained.layout_verified = True
-    layout = model.layout
-    if not model.config.check_layout or layout == "padded" or model.model_parallel_group.size > 1:
-        return
-    # one group is enough, and the shortest costs least
-    costs = batch.lengths + batch.prompts.lengths[batch.prompt_of]
-    group = batch.prompt_of[costs.argmin()]
-    some = batch.select((batch.prompt_of == group).nonzero()[:, 0]).to(strategy.device)
-    with strategy.gathered(model), evaluation_mode(model):
-        found = scores(some)
-        model.layout = "padded"
-        expected = scores(some)
-    bound = LAYOUT_BOUNDS.get(model.base.dtype, HALF_BOUND)
-    gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    if gap > bound:
-        log.warning(
-            "model.layout: scores of layout %s differ from those of padded rows by %.2g of the "
-            "largest; padded is used, which computes each prompt once per response",
-            layout,
-            gap,
-        )
-        return
-    model.layout = layout

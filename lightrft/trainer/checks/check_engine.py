@@ -23,9 +23,15 @@ def check_engine(config: RLConfig) -> None:
             f"rollout.staleness = {config.rollout.staleness}: engine.kind = {engine.kind} "
             "generates between steps alone; leave out rollout.staleness, or set engine.kind=native"
         )
-    if kind.copies_weights:
-        # a worker loads the whole model by itself
-        check_replica(engine.kind, config.model, 1 if workers else config.strategy.tensor_parallel)
+    if workers and not kind.shares_weights and config.model.load_in_4bit:
+        raise ConfigError(
+            f"launch.ray.engines = {workers}: workers of engine.kind = {engine.kind} hold whole "
+            "weights, and are sent those of model.load_in_4bit = true in 4 bits; leave out "
+            "launch.ray.engines, or set engine.kind=native"
+        )
+    # a worker loads the whole model by itself
+    if kind.copies_weights and not workers:
+        check_replica(engine.kind, config.strategy.tensor_parallel)
     # Other engines have weights of their own.
     samples_itself = kind.shares_weights and not workers and not config.rollout.staleness
     if engine.compile and samples_itself and config.launch.processes > 1:

@@ -10,13 +10,11 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import DistillVerbConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sampler import PromptSampler, draw, in_order
 from lightrft.datasets.sft_dataset import Example, SFTDataset
-from lightrft.learner.distillation.evaluation import evaluate_distillation
-from lightrft.learner.distillation.step import Lesson, distill_step
+from lightrft.learner.distillation.step import Lesson, distill_step, evaluate_distillation
 from lightrft.learner.reference_update import (
     load_reference_state,
     reference_state,
@@ -40,13 +38,19 @@ from lightrft.trainer.distill.checks import (
     check_taught,
     check_weights,
 )
-from lightrft.trainer.distill.data import View, load_rows, load_views, shown_batch
-from lightrft.trainer.distill.teachers import NamedTeacher, find_teachers
+from lightrft.trainer.distill.data import (
+    NamedTeacher,
+    View,
+    find_teachers,
+    load_rows,
+    load_views,
+    shown_batch,
+)
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.sft import load_validation
 from lightrft.trainer.supervised import loaded_eval_prompts, supervised_policy
-from lightrft.trainer.training_loop import run_training
+from lightrft.trainer.training_loop import TrainingRun, run_training
 from lightrft.types import Batch, Prompt, Rollout
 from lightrft.utils.errors import before_update, path_of
 from lightrft.utils.seeding import derive_seed, torch_generator
@@ -65,7 +69,7 @@ Rows = list[Example] | list[Prompt]
 
 @dataclass(slots=True, kw_only=True)
 class DistillRun(PolicyRun):
-    """A distillation run, whose steps take rows of ``dataset`` in the order of ``sampler``.
+    """A distillation run, whose steps take rows of ``dataset``.
 
     The rows are conversations, or prompts if every step samples its responses. ``views`` has what
     teachers see, if it differs.
@@ -73,25 +77,11 @@ class DistillRun(PolicyRun):
 
     config: DistillVerbConfig
     dataset: SFTDataset | PromptDataset
-    sampler: PromptSampler
     views: dict[str, View] = field(default_factory=dict)
-    validation: SFTDataset | None = None
     validation_views: dict[str, View] = field(default_factory=dict)
-
-    @property
-    def engine_config(self) -> EngineConfig:
-        """See ``PolicyRun.engine_config``."""
-        return self.config.engine
-
-    @property
-    def validates(self) -> bool:
-        """There are held-out responses."""
-        return self.validation is not None
 
     def validate(self) -> Metrics:
         """Return the divergence from the teachers on the held-out responses."""
-        if self.validation is None:
-            return Metrics()
         config = self.config
         budget = config.train.micro_batch_tokens
         lessons = self.held_out(self.validation)
@@ -212,19 +202,12 @@ class DistillRun(PolicyRun):
 
     def state(self) -> State:
         """Return the state of the sampler, and of a teacher that has moved."""
-        return {"sampler": self.sampler.state_dict(), **reference_state(self.roles)}
+        return {**TrainingRun.state(self), **reference_state(self.roles)}
 
     def load_state(self, state: State) -> None:
         """Restore the result of ``state``."""
-        self.sampler.load_state_dict(state["sampler"])
+        TrainingRun.load_state(self, state)
         load_reference_state(self.roles, state)
-
-    def close(self) -> None:
-        """Cancel reads of media that have not started, and close the roles."""
-        for dataset in (self.dataset, self.validation):
-            if dataset is not None:
-                dataset.prefetch(())
-        self.roles.close()
 
 
 def is_sampled(config: DistillVerbConfig, step: int) -> bool:
@@ -296,13 +279,10 @@ def prepare(config: DistillVerbConfig, session: RunSession) -> DistillRun:
     asked = [prompts, dataset] if config.distill.on_policy else [prompts]
     return DistillRun(
         session=session,
-        eval=config.eval,
-        reward=config.reward,
         eval_prompts=prompts,
         roles=local_students_and_teachers(
             config, session, tokenizer, processor, steps, teachers, asked
         ),
-        seed=config.run.seed,
         steps=steps,
         config=config,
         dataset=dataset,

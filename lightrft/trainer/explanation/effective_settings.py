@@ -217,6 +217,16 @@ def set_by(key: str, sources: Mapping[str, str]) -> str | None:
     return None
 
 
+def effective(
+    values: Mapping[str, object], sources: Mapping[str, str]
+) -> tuple[EffectiveSetting, ...]:
+    """Return settings, given by key, with the file or argument that set each."""
+    found = []
+    for key, value in values.items():
+        found.append(EffectiveSetting(key, value, set_by(key, sources) or "default"))
+    return tuple(found)
+
+
 def _options(
     key: str,
     given: Mapping[str, object],

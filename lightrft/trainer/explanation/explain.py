@@ -15,8 +15,7 @@ from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import RLConfig
 from lightrft.models.divergence.kinds import DIVERGENCES
 from lightrft.rollout.curriculum import CURRICULA
-from lightrft.trainer.explanation.effective_settings import EffectiveSetting, numbers, set_by
-from lightrft.trainer.explanation.formula_texts import IMPLICIT, OUTCOME_LOSS, PTX, ROUTER, SAMPLED
+from lightrft.trainer.explanation.effective_settings import EffectiveSetting, effective, numbers
 from lightrft.trainer.explanation.step_workload import (
     Forward,
     Role,
@@ -45,6 +44,38 @@ RATIOS = {
 """Forms of ``loss.ratio`` that replace the token ratio in the formula of a loss."""
 CLIPPED_VALUE = (
     r"\max\!\big((V_t-\hat R_t)^2,\ (\operatorname{clip}(V_t,V_{old}-c,V_{old}+c)-\hat R_t)^2\big)"
+)
+SAMPLED = About(
+    "A_t <- A_t - coef (logp_old - logp_teacher)",
+    r"\hat A_t\leftarrow\hat A_t-\lambda\,(\log\pi_{old}-\log\pi_T)",
+    "Thinking Machines, On-Policy Distillation, 2025; GKD, arXiv 2306.13649",
+)
+"""The form ``sampled`` of distillation.
+
+The log-ratio is the reward of its own token only. No discount propagates it to earlier tokens.
+"""
+IMPLICIT = About(
+    "p_t = beta (logp_process - logp_ref)",
+    r"p_t=\beta\,(\log\pi_\phi-\log\pi_{ref})",
+    "PRIME, arXiv 2502.01456; Free Process Rewards, arXiv 2412.01981",
+)
+OUTCOME_LOSS = About(
+    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over responses,  o = 1[R >= "
+    "threshold]",
+    r"-o\log\sigma\big(\textstyle\sum_tp_t\big)-(1-o)\log\sigma\big(-\sum_tp_t\big),\quad o=\mathbb 1[R\ge\tau]",
+    "PRIME, arXiv 2502.01456",
+)
+ROUTER = About(
+    "L_router = E sum_e f_e P_e,  f_e = choices of expert e / tokens,  P_e = mean probability of "
+    "expert e, over the tokens of all routers in the optimizer step; f_e has no gradient",
+    r"L_{\mathrm{router}}=E\sum_ef_eP_e,\quad f_e=\operatorname{mean}_t\mathbb 1[e\in\mathcal T_t],"
+    r"\quad P_e=\operatorname{mean}_tp_t(e)",
+    "Switch Transformers, arXiv 2101.03961, eq. 4 to 6",
+)
+PTX = About(
+    "coef * mean over the tokens of a separate batch of -logp",
+    r"\gamma\,\operatorname{mean}_{(x,t)\sim\mathcal D}\big[-\log\pi_\theta(x_t)\big]",
+    "PPO-ptx: InstructGPT, arXiv 2203.02155, eq. 2, there summed over the tokens of a text",
 )
 SYMBOLS = {
     "clip_low": r"\epsilon_l",
@@ -125,7 +156,7 @@ def with_router_loss(
     coef, key = model.router_aux_loss_coef, "model.router_aux_loss_coef"
     if not coef:
         return explanation
-    number = EffectiveSetting(key, coef, set_by(key, sources) or "default")
+    number = effective({key: coef}, sources)[0]
     forwards: list[Forward] = []
     for forward in explanation.forwards:
         if forward.gradient and forward.model in ("policy", "student"):
@@ -420,15 +451,8 @@ def _below(branch: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveS
 
 
 NAMES = (
-    "name",
-    "normalize",
-    "where",
-    "estimator",
-    "kind",
-    "weighted",
-    "terms",
-    "rewards",
-    "values",
+    *("name", "normalize", "where", "estimator", "kind", "weighted"),
+    *("terms", "rewards", "values"),
 )
 """Last words of the keys that choose a function or a form, which are no numbers of a formula."""
 

@@ -11,20 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.preference.reference_source import Source
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.config.data import PreferenceDataConfig
-from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import DPOConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import report
 from lightrft.learner.preference_batch import PreferenceStats
-from lightrft.learner.preference_evaluation import evaluate_preferences
-from lightrft.learner.preference_step import PreferenceSettings
+from lightrft.learner.preference_step import PreferenceSettings, evaluate_preferences
 from lightrft.learner.reference_cache import ReferenceLogprobs
 from lightrft.learner.reference_update import load_reference_state, reference_state
 from lightrft.models.processors import Processor
 from lightrft.observability.metrics import Metrics
 from lightrft.roles import Roles, TrainableModel
-from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.policy_run import PolicyRun
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import supervised_policy
@@ -44,9 +41,7 @@ class PreferenceRun(PolicyRun):
     """A run of preference learning.
 
     Attributes:
-        config: Settings of the run.
         settings: Settings of a step.
-        validation: The held-out examples, if there are any.
         source: Where the reference's log-probs come from.
         stats: Numbers that carry over between steps.
         validation_logprobs: The reference's log-probs of ``validation``, if they are kept.
@@ -54,25 +49,12 @@ class PreferenceRun(PolicyRun):
 
     config: DPOConfig
     settings: PreferenceSettings
-    validation: PreferenceDataset | None
     source: Source
     stats: PreferenceStats = field(default_factory=PreferenceStats)
     validation_logprobs: ReferenceLogprobs | None = None
 
-    @property
-    def engine_config(self) -> EngineConfig:
-        """See ``PolicyRun.engine_config``."""
-        return self.config.engine
-
-    @property
-    def validates(self) -> bool:
-        """There are held-out examples."""
-        return self.validation is not None
-
     def validate(self) -> Metrics:
         """Return the loss of the held-out examples and the accuracy of their order."""
-        if self.validation is None:
-            return Metrics()
         return evaluate_preferences(
             self.roles,
             self.validation,
@@ -81,16 +63,6 @@ class PreferenceRun(PolicyRun):
             self.config.batch_size,
             self.validation_logprobs,
         )
-
-    def check_validation(self) -> None:
-        """Raise ``ConfigError`` if a held-out example exceeds the model's context length."""
-        if self.validation is not None:
-            check_examples(self.roles.actor, self.validation.longest, self.config.max_tokens)
-
-    def close_validation(self) -> None:
-        """Cancel reads of held-out media that have not started."""
-        if self.validation is not None:
-            self.validation.prefetch(())
 
     def carried(self) -> State:
         """Return the state of the running numbers and of a moving reference."""

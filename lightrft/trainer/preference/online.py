@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
+from lightrft.config.base import ComponentConfig
+from lightrft.config.preference.online import OnlineConfig
+from lightrft.config.preference.sections import PreferenceKind
 from lightrft.config.rollout import RolloutConfig
 from lightrft.config.verbs import DPOConfig
-from lightrft.datasets.preference.preference_dataset import PreferenceExample
-from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.datasets.preference.preference_dataset import PreferenceExample, PreferenceResponse
+from lightrft.datasets.preference.preference_rows import dense_ranks, margins_of
+from lightrft.learner.preference_batch import preference_to_batch
 from lightrft.learner.preference_step import preference_step
 from lightrft.learner.reference_update import update_reference
 from lightrft.learner.sft_step import with_sources
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.run_health import Health
-from lightrft.rollout.accounting import CollectedRollouts, rollout_metrics
+from lightrft.rollout.accounting import (
+    CollectedRollouts,
+    FilterResult,
+    filter_and_select,
+    rollout_metrics,
+)
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import CollectSettings, collect_rollouts
 from lightrft.rollout.logprob_check import check_batch
@@ -31,9 +41,10 @@ from lightrft.trainer.preference.base import (
     preference_settings,
 )
 from lightrft.trainer.preference.checks import online_source
-from lightrft.trainer.preference.groups import PreferenceJudge, example_of
 from lightrft.trainer.run_session import RunSession
 from lightrft.trainer.supervised import loaded_eval_prompts, try_rewards
+from lightrft.trainer.training_loop import TrainingRun
+from lightrft.types import Rollout
 from lightrft.utils.errors import RewardError, before_update
 from lightrft.utils.state_io import State
 from lightrft.workers.local import local_tokenizer
@@ -71,7 +82,7 @@ class OnlinePreferenceRun(PreferenceRun):
             "sampling",
             "data",
         )
-        self.check_validation()
+        TrainingRun.begin(self)
 
     @property
     def samples(self) -> bool:
@@ -156,8 +167,7 @@ class OnlinePreferenceRun(PreferenceRun):
     def close(self) -> None:
         """Cancel reads of media that have not started, and close the roles."""
         self.stream.close()
-        self.close_validation()
-        self.roles.close()
+        PreferenceRun.close(self)
 
 
 def why_idle(steps: int, collected: CollectedRollouts, config: DPOConfig) -> str:
@@ -205,13 +215,10 @@ def prepare_online(
     always_learns = requirements.kind == "labelled" and config.online.threshold is not None
     return OnlinePreferenceRun(
         session=session,
-        eval=config.eval,
-        reward=config.reward,
         eval_prompts=prompts,
         roles=load_roles(
             config, source, session, tokenizer, processor, steps, [prompts, stream.dataset]
         ),
-        seed=config.run.seed,
         steps=steps,
         health=Health(frozenset() if always_learns else frozenset({"groups"})),
         config=config,
@@ -233,3 +240,131 @@ def collect_settings(config: DPOConfig, requirements: PreferenceRequirements) ->
     )
     judge = PreferenceJudge(requirements.kind, online)
     return CollectSettings(rollout, config.sampling, judge, config.run.seed, config.engine)
+
+
+MISSING_EOS = "missing_eos"
+"""Reward term of a response that the length limit cut."""
+DIFFERENT_REWARDS = ComponentConfig(name="zero_variance")
+"""The filter of groups that have nothing to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceJudge:
+    """Decides which responses of a group are compared.
+
+    Attributes:
+        kind: What the losses read.
+        online: The settings ``online``.
+    """
+
+    kind: PreferenceKind
+    online: OnlineConfig
+
+    def __call__(self, group: Sequence[Rollout]) -> FilterResult:
+        """Return the responses to compare, or the reason why the group gives no example.
+
+        The penalty of a cut response becomes part of its reward.
+        """
+        penalise_cut(group, self.online.missing_eos_penalty)
+        if self.kind == "labelled" and self.online.threshold is not None:
+            return filter_and_select(group, (), None, 1)
+        verdict = filter_and_select(group, (DIFFERENT_REWARDS,), None, 2)
+        if verdict.reason or self.kind == "labelled":
+            return verdict
+        kept = verdict.kept
+        if self.kind == "pair" and self.online.pairs == "best_worst":
+            kept = best_and_worst(kept)
+        # As of a noisy judge. Nothing can be learned from a response that beats itself.
+        if contradict(kept):
+            return FilterResult(reason="equal_responses")
+        return FilterResult(kept)
+
+
+def penalise_cut(group: Sequence[Rollout], penalty: float) -> None:
+    """Subtract ``penalty`` from the reward of each response that the length limit cut."""
+    if not penalty:
+        return
+    for rollout in group:
+        if rollout.reward is None:
+            continue
+        is_cut = rollout.finish_reason == "length"
+        rollout.reward -= penalty * is_cut
+        rollout.terms[MISSING_EOS] = float(is_cut)
+        rollout.weights[MISSING_EOS] = -penalty
+
+
+def reward_of(rollout: Rollout) -> float:
+    """Return the reward of a scored response."""
+    assert rollout.reward is not None
+    return rollout.reward
+
+
+def best_and_worst(group: Sequence[Rollout]) -> list[Rollout]:
+    """Return the response of the highest and that of the lowest reward.
+
+    Of equal rewards it is the first response, which is as random as any.
+    """
+    return [max(group, key=reward_of), min(group, key=reward_of)]
+
+
+def contradict(group: Sequence[Rollout]) -> bool:
+    """Return True if two responses of equal tokens have different rewards."""
+    responses = {tuple(rollout.token_ids) for rollout in group}
+    scored = {(tuple(rollout.token_ids), rollout.reward) for rollout in group}
+    return len(scored) > len(responses)
+
+
+def example_of(
+    group: Sequence[Rollout], kind: PreferenceKind, threshold: float | None
+) -> PreferenceExample:
+    """Build the example of a group that ``PreferenceJudge`` has kept.
+
+    The reward of a response is its rating. Its margin is the distance to the next lower reward.
+
+    Args:
+        group: Scored responses to one prompt.
+        kind: What the losses read.
+        threshold: The setting ``online.threshold``.
+    """
+    prompt = group[0].prompt
+    rewards = [reward_of(rollout) for rollout in group]
+    ranks: Sequence[int | None] = [None] * len(group)
+    labels: Sequence[bool | None] = [None] * len(group)
+    margins: Sequence[float | None] = [None] * len(group)
+    if kind == "labelled":
+        labels = desirable(rewards, threshold)
+    else:
+        ordered = dense_ranks([-reward for reward in rewards])
+        ranks, margins = ordered, margins_of(rewards, ordered)
+    responses: list[PreferenceResponse] = []
+    for k, rollout in enumerate(group):
+        responses.append(
+            PreferenceResponse(
+                rollout.token_ids,
+                rollout.sampled,
+                rank=ranks[k],
+                desirable=labels[k],
+                rating=rewards[k],
+                margin=margins[k],
+            )
+        )
+    return PreferenceExample(
+        prompt.token_ids,
+        responses,
+        prompt.id,
+        data_source=prompt.data_source,
+        prompt_media=prompt.media,
+    )
+
+
+def desirable(rewards: Sequence[float], threshold: float | None) -> list[bool]:
+    """Return the label of each response of a group.
+
+    Args:
+        rewards: Rewards of the group.
+        threshold: Smallest reward of a desirable response. None takes those above the mean.
+    """
+    if threshold is not None:
+        return [reward >= threshold for reward in rewards]
+    mean = fmean(rewards)
+    return [reward > mean for reward in rewards]

@@ -2,74 +2,49 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
 from math import fsum
 from pathlib import Path
 
-from lightrft.algorithms.process_reward.quality import ScoredSteps, step_quality
+from lightrft.algorithms.process_reward.quality import (
+    ScoredSteps,
+    step_quality,
+)
 from lightrft.config.base import changed_fields
 from lightrft.config.reward_model.process import ProcessModelConfig
 from lightrft.config.train import micro_batch_tokens
 from lightrft.config.verbs import EvalRMConfig
-from lightrft.datasets.process.process_dataset import ProcessDataset
+from lightrft.datasets.process.process_dataset import ProcessDataset, ProcessExample
 from lightrft.datasets.row_warnings import check_rows, check_steps
 from lightrft.datasets.sampler import report
 from lightrft.distributed.process_group import SINGLE_PROCESS
-from lightrft.learner.process_model.evaluation import by_source, metrics_of_steps, scored_steps
-from lightrft.learner.process_model.step import ProcessModelSettings
+from lightrft.learner.reward_model.process import (
+    ProcessModelSettings,
+    StepNumbers,
+    by_response,
+    by_source,
+    metrics_of_steps,
+)
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import PROCESS_FILE
-from lightrft.observability.progress_bar import Progress
-from lightrft.observability.run_directory import RunDirectory
 from lightrft.rollout.eval_results.summary import EvalSummary
-from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.process_model.results import (
     scored_response,
     step_texts,
     write_step_report,
 )
-from lightrft.trainer.reward_model.results_file import RESULTS, ResultsFile, fingerprint
+from lightrft.trainer.reward_model.evaluation import ScoredEvaluation, run_evaluation
+from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.workers.local import local_tokenizer, strategy_of
 
-MAY_DIFFER = ("run", "worst", "batch_size", "max_tokens_per_micro_batch", "strategy.device")
-"""Settings that change no score, so that an evaluation may resume with others."""
 OF_RESPONSES = ("head", "judgement", "sampling", "best_of")
 """Settings of ``eval-rm`` that no process reward model reads."""
 F1 = "process_bench_f1"
 """Metric of a data source, the harmonic mean of the accuracies on wrong and on right responses."""
-
-
-@dataclass(slots=True)
-class EvaluatedProcessModel:
-    """A process reward model that is not trained. See ``LayoutChecked``."""
-
-    model: ProcessRewardModel
-    layout_verified: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Model, device and rows of an evaluation.
-
-    Attributes:
-        model: The process reward model.
-        strategy: Its device.
-        dataset: The responses.
-        settings: Settings of the forward pass and of the metrics.
-        fingerprint: What changes when the files of the model change.
-    """
-
-    model: ProcessRewardModel
-    strategy: Strategy
-    dataset: ProcessDataset
-    settings: ProcessModelSettings
-    fingerprint: str
 
 
 def process_folder(path: str) -> str | None:
@@ -107,37 +82,10 @@ def run_eval_steps(config: EvalRMConfig) -> EvalSummary:
             f"{', '.join(sorted(unread))}: read for scores of whole responses, and steps.sources "
             "is set; leave them out"
         )
-    path = config.run.folder
-    began = time.perf_counter()
-    folder = RunDirectory.open(
-        path,
-        config,
-        resume=config.run.resume,
-        overwrite=config.run.overwrite,
-        ignore=MAY_DIFFER,
-        is_evaluation=True,
-    )
-    with folder:
-        found = _prepare(config)
-        responses = _score(config, found, path / RESULTS)
-        form = found.settings.process_model
-        result = measure(responses, form)
-        write_step_report(path, found.dataset, responses, form.threshold, worst=config.worst)
-        about = {
-            "verb": "eval-rm",
-            "model": config.model.path,
-            "threshold": form.threshold,
-            "responses": len(responses),
-            "rows": dict(found.dataset.counts),
-            "seconds": time.perf_counter() - began,
-            "heldout_after": result.metrics["eval/step_accuracy"],
-            "intervals": result.intervals_as_json(),
-        }
-        folder.write_summary({**about, **result.metrics})
-    return result
+    return run_evaluation(config, _prepare)
 
 
-def _prepare(config: EvalRMConfig) -> _Prepared:
+def _prepare(config: EvalRMConfig) -> ScoredEvaluation:
     """Load model and rows."""
     steps = config.steps
     own = process_folder(config.model.path) or config.model.path
@@ -163,35 +111,31 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
     check_rows(dataset, "steps.sources")
     check_steps(dataset, "steps")
     check_examples(model, dataset.longest, config.max_tokens)
-    placed = ProcessModelSettings(
-        form, micro_batch_tokens(config.max_tokens_per_micro_batch), dataset.data_sources
+    budget = micro_batch_tokens(config.max_tokens_per_micro_batch)
+
+    def rows(
+        examples: Sequence[ProcessExample], batch: Batch, numbers: StepNumbers
+    ) -> list[ScoredSteps]:
+        return list(by_response(examples, *numbers))
+
+    def report_of(path: Path, responses: Sequence[ScoredSteps]) -> None:
+        write_step_report(path, dataset, responses, form.threshold, worst=config.worst)
+
+    return ScoredEvaluation(
+        model=model,
+        folder=own,
+        strategy=strategy,
+        dataset=dataset,
+        settings=ProcessModelSettings(form, budget, dataset.data_sources),
+        rows=rows,
+        read=scored_response,
+        texts=step_texts,
+        measure=partial(measure, settings=form),
+        report=report_of,
+        about={"threshold": form.threshold},
+        noun="responses",
+        main="eval/step_accuracy",
     )
-    return _Prepared(model, strategy, dataset, placed, fingerprint(config.model, own))
-
-
-def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredSteps]:
-    """Score the responses that are not in the file ``path`` yet. Return all of them.
-
-    Args:
-        config: Settings of the evaluation.
-        found: Model and rows.
-        path: The file of scores.
-    """
-    dataset, size = found.dataset, config.batch_size
-    identity = {"data": dataset.digest(), "model": found.fingerprint}
-    file = ResultsFile(path, scored_response, identity, size, len(dataset))
-    with closing(file) as results:
-        done = results.done
-        model = EvaluatedProcessModel(found.model)
-        parts = scored_steps(found.strategy, model, dataset, found.settings, size, begin=done)
-        enabled = config.run.progress and done < len(dataset)
-        with Progress(len(dataset), "eval-rm", done=done, enabled=enabled) as progress:
-            for responses in parts:
-                for response in responses:
-                    results.add(response, step_texts(dataset, response.index))
-                results.flush()
-                progress.update({"step": responses[-1].index + 1})
-        return results.rows
 
 
 def measure(responses: Sequence[ScoredSteps], settings: ProcessModelConfig) -> EvalSummary:

@@ -15,8 +15,14 @@ from lightrft.algorithms.process_reward.quality import (
 )
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.trainer.reward_model.results import REPORT, distribution, saved_media, written
-from lightrft.trainer.reward_model.results_file import Shown, with_nan
+from lightrft.trainer.reward_model.results import (
+    REPORT,
+    Shown,
+    distribution,
+    saved_media,
+    with_nan,
+    written,
+)
 from lightrft.utils.atomic_files import write_json
 
 

@@ -1,16 +1,25 @@
-"""Evaluate a saved reward model on responses whose order is known."""
+"""Evaluate a saved reward model on responses whose order is known, such as those of benchmarks.
+
+The data source of a row names its benchmark and its subset, as readers of
+``lightrft.datasets.benchmarks.reward_bench`` write it: ``reward_bench_2/Factuality``. A model that
+judges by text is evaluated by ``lightrft eval``, with the settings of ``as_evaluation``.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import fsum
 from pathlib import Path
+from statistics import fmean
 
+from lightrft.algorithms.reward_model.benchmarks import (
+    RewardBench2Row,
+    reward_bench,
+    reward_bench_2,
+)
 from lightrft.algorithms.reward_model.inputs import rated_responses
 from lightrft.algorithms.reward_model.quality import (
     ScoredPrompt,
@@ -21,63 +30,35 @@ from lightrft.algorithms.reward_model.quality import (
 )
 from lightrft.algorithms.reward_model.rating_losses import right_signs, sign_problem
 from lightrft.algorithms.reward_model.requirements import signed_score
+from lightrft.config.base import changed_fields
+from lightrft.config.data import Columns, DataConfig
+from lightrft.config.reward_model.judgement import JudgementConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
+from lightrft.config.rollout import EvalConfig
 from lightrft.config.train import micro_batch_tokens
-from lightrft.config.verbs import EvalRMConfig
+from lightrft.config.verbs import AGREEMENT, EvalRMConfig, EvaluateConfig, JudgeTrainingConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.row_warnings import check_rows
 from lightrft.datasets.sampler import report
 from lightrft.distributed.process_group import SINGLE_PROCESS
-from lightrft.learner.reward_model.evaluation import (
-    EvaluatedModel,
-    head_metrics,
-    scored,
-    scored_prompts,
-)
+from lightrft.learner.reward_model.evaluation import head_metrics, scored_prompts
 from lightrft.learner.reward_model.step import RewardModelSettings
 from lightrft.models.processors import load_processor
 from lightrft.models.reward.other_layouts import holds_other_head
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import SETTINGS_FILE, read_form
-from lightrft.observability.progress_bar import Progress
-from lightrft.observability.run_directory import RunDirectory
 from lightrft.rollout.eval_results.summary import EvalSummary
-from lightrft.strategy.base import Strategy
 from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.inference import run_eval
 from lightrft.trainer.process_model.evaluate import process_folder, run_eval_steps
-from lightrft.trainer.reward_model.judge_evaluation import as_evaluation
+from lightrft.trainer.reward_model.evaluation import ScoredEvaluation, run_evaluation
 from lightrft.trainer.reward_model.results import scored_prompt, texts_of, write_report_data
-from lightrft.trainer.reward_model.results_file import RESULTS, ResultsFile, fingerprint
-from lightrft.trainer.reward_model.suites import suite_metrics
 from lightrft.utils.errors import ConfigError, DataError, did_you_mean
 from lightrft.utils.lazy_imports import torch
 from lightrft.utils.peft_folder import merge_hint
 from lightrft.workers.local import local_tokenizer, strategy_of
 
 log = logging.getLogger(__name__)
-
-MAY_DIFFER = (
-    *("run", "best_of", "worst", "batch_size", "max_tokens_per_micro_batch", "strategy.device"),
-)
-"""Settings that change no score, so that an evaluation may resume with others."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Model, device and rows of an evaluation.
-
-    Attributes:
-        model: The reward model.
-        strategy: Its device.
-        dataset: The responses.
-        heads: Names of the heads with labels, the compared head first.
-    """
-
-    model: RewardModel
-    strategy: Strategy
-    dataset: PreferenceDataset
-    heads: Sequence[str]
 
 
 def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
@@ -105,44 +86,10 @@ def run_eval_rm(config: EvalRMConfig) -> EvalSummary:
         )
     if config.judgement is not None:
         return run_eval(as_evaluation(config))
-    path = config.run.folder
-    began = time.perf_counter()
-    folder = RunDirectory.open(
-        path,
-        config,
-        resume=config.run.resume,
-        overwrite=config.run.overwrite,
-        ignore=MAY_DIFFER,
-        is_evaluation=True,
-    )
-    with folder:
-        found = _prepare(config)
-        prompts = _score(config, found, path / RESULTS)
-        result = measure(prompts, found.heads, found.model.score_names, config.best_of)
-        result.metrics.update(sign_accuracy(prompts, found.heads, found.model.settings))
-        write_report_data(
-            path,
-            found.dataset,
-            prompts,
-            found.heads[0],
-            worst=config.worst,
-            best_of=config.best_of,
-        )
-        about = {
-            "verb": "eval-rm",
-            "model": config.model.path,
-            "head": found.heads[0],
-            "prompts": len(prompts),
-            "rows": dict(found.dataset.counts),
-            "seconds": time.perf_counter() - began,
-            "heldout_after": result.metrics["eval/pair_accuracy"],
-            "intervals": result.intervals_as_json(),
-        }
-        folder.write_summary({**about, **result.metrics})
-        return result
+    return run_evaluation(config, _prepare)
 
 
-def _prepare(config: EvalRMConfig) -> _Prepared:
+def _prepare(config: EvalRMConfig) -> ScoredEvaluation:
     """Load model and rows."""
     settings = config.model.model_copy(update={"path": model_folder(config.model.path)})
     tokenizer = local_tokenizer(settings)
@@ -175,7 +122,32 @@ def _prepare(config: EvalRMConfig) -> _Prepared:
     report("data", dataset.counts, dataset.first_problem)
     check_rows(dataset, "data.sources")
     check_examples(model, dataset.longest, config.max_tokens)
-    return _Prepared(model, strategy, dataset, heads)
+    budget = micro_batch_tokens(config.max_tokens_per_micro_batch)
+
+    def measured(prompts: Sequence[ScoredPrompt]) -> EvalSummary:
+        result = measure(prompts, heads, model.score_names, config.best_of)
+        result.metrics.update(sign_accuracy(prompts, heads, model.settings))
+        return result
+
+    def report_of(path: Path, prompts: Sequence[ScoredPrompt]) -> None:
+        worst, best_of = config.worst, config.best_of
+        write_report_data(path, dataset, prompts, heads[0], worst=worst, best_of=best_of)
+
+    return ScoredEvaluation(
+        model=model,
+        folder=settings.path,
+        strategy=strategy,
+        dataset=dataset,
+        settings=RewardModelSettings(model.settings, budget, heads, dataset.data_sources),
+        rows=partial(scored_prompts, heads=heads),
+        read=scored_prompt,
+        texts=texts_of,
+        measure=measured,
+        report=report_of,
+        about={"head": heads[0]},
+        noun="prompts",
+        main="eval/pair_accuracy",
+    )
 
 
 def model_folder(path: str) -> str:
@@ -198,44 +170,6 @@ def compared_heads(config: EvalRMConfig, model: RewardModel) -> list[str]:
             hint = did_you_mean(name, model.score_names)
             raise ConfigError(f"{key} = {name!r}: the model has no such head{hint}. Known: {known}")
     return heads
-
-
-def _score(config: EvalRMConfig, found: _Prepared, path: Path) -> list[ScoredPrompt]:
-    """Score the prompts that are not in the file ``path`` yet. Return all of them.
-
-    Args:
-        config: Settings of the evaluation.
-        found: Model and rows.
-        path: The file of scores.
-    """
-    dataset, heads = found.dataset, found.heads
-    settings = RewardModelSettings(
-        found.model.settings,
-        micro_batch_tokens(config.max_tokens_per_micro_batch),
-        heads,
-        dataset.data_sources,
-    )
-    model = config.model
-    identity = {"data": dataset.digest(), "model": fingerprint(model, model_folder(model.path))}
-    file = ResultsFile(path, scored_prompt, identity, config.batch_size, len(dataset))
-    with closing(file) as results:
-        done = results.done
-        parts = scored(
-            found.strategy,
-            EvaluatedModel(found.model),
-            dataset,
-            settings,
-            config.batch_size,
-            begin=done,
-        )
-        enabled = config.run.progress and done < len(dataset)
-        with Progress(len(dataset), "eval-rm", done=done, enabled=enabled) as progress:
-            for examples, batch, outputs in parts:
-                for prompt in scored_prompts(examples, batch, outputs, heads):
-                    results.add(prompt, texts_of(dataset, prompt.index))
-                results.flush()
-                progress.update({"step": examples[-1].index + 1})
-        return results.rows
 
 
 def measure(
@@ -346,3 +280,141 @@ def _score_metrics(prompts: Sequence[ScoredPrompt], head: str) -> dict[str, floa
         **quantiles,
     }
     return {f"eval/{name}": float(value) for name, value in values.items()}
+
+
+log = logging.getLogger(__name__)
+
+Scores = dict[str, float]
+"""Scores of a benchmark, by name."""
+
+
+def suite_metrics(prompts: Sequence[ScoredPrompt], head: str) -> Scores:
+    """Return the scores of each benchmark that ``prompts`` belong to, as ``eval/<name>/...``.
+
+    A benchmark whose rows are incomplete has no scores, and the reason is logged.
+
+    Args:
+        prompts: The scored prompts.
+        head: Head whose scores count.
+    """
+    rows: dict[str, list[ScoredPrompt]] = {}
+    for prompt in prompts:
+        name, slash, _ = prompt.source.partition("/")
+        if slash and name in SUITES:
+            rows.setdefault(name, []).append(prompt)
+    found: Scores = {}
+    for name, own in rows.items():
+        try:
+            scores = SUITES[name](own, head)
+        except DataError as error:
+            log.warning("%s has no score: %s", name, error)
+            continue
+        found |= {f"eval/{name}/{part}": value for part, value in scores.items()}
+    return found
+
+
+def _reward_bench(prompts: Sequence[ScoredPrompt], head: str) -> Scores:
+    subsets, chosen, rejected = [], [], []
+    for prompt in prompts:
+        right, wrong = _sides(prompt, head)
+        subsets.append(_subset(prompt))
+        chosen.append(right[0])
+        rejected.append(wrong[0])
+    found = reward_bench(subsets, chosen, rejected)
+    return {"score": found.score, **found.sections}
+
+
+def _reward_bench_2(prompts: Sequence[ScoredPrompt], head: str) -> Scores:
+    rows = []
+    for prompt in prompts:
+        right, wrong = _sides(prompt, head)
+        rows.append(RewardBench2Row(_subset(prompt), [*right, *wrong], prompt.id, len(right)))
+    found = reward_bench_2(rows)
+    return {"score": found.score, **found.subsets}
+
+
+def _mean_of_subsets(prompts: Sequence[ScoredPrompt], head: str) -> Scores:
+    """Return the accuracy over all pairs, and its mean over subsets."""
+    of_subset: dict[str, list[ScoredPrompt]] = {}
+    for prompt in prompts:
+        of_subset.setdefault(_subset(prompt), []).append(prompt)
+    accuracies = []
+    for own in (prompts, *of_subset.values()):
+        pairs = judged_pairs(own, head)
+        if not pairs:
+            raise DataError(f"subset {_subset(own[0])} has no pair with finite scores")
+        accuracies.append(pair_accuracy(pairs).mean)
+    return {"score": accuracies[0], "mean_of_subsets": fmean(accuracies[1:])}
+
+
+SUITES: Mapping[str, Callable[[Sequence[ScoredPrompt], str], Scores]] = {
+    "reward_bench": _reward_bench,
+    "reward_bench_2": _reward_bench_2,
+    "vl_rewardbench": _mean_of_subsets,
+    "multimodal_rewardbench": _mean_of_subsets,
+}
+"""Scorers of benchmarks, by the name of their reader."""
+
+
+def _subset(prompt: ScoredPrompt) -> str:
+    return prompt.source.partition("/")[2]
+
+
+def _sides(prompt: ScoredPrompt, head: str) -> tuple[list[float], list[float]]:
+    """Return the scores of the responses with the highest label, and those of the others."""
+    labels = prompt.labels[head]
+    highest = max(labels)
+    right, wrong = [], []
+    for score, label in zip(prompt.scores[head], labels):
+        (right if label == highest else wrong).append(score)
+    if not right or not wrong:
+        raise DataError(f"row {prompt.id!r} lacks a right or a wrong response")
+    return right, wrong
+
+
+OF_HEADS = ("head", "max_tokens", "batch_size", "max_tokens_per_micro_batch", "best_of", "worst")
+"""Settings of ``eval-rm`` that only a model with heads reads."""
+
+
+def asked(judgement: JudgementConfig) -> JudgementConfig:
+    """Return the questions of an evaluation: in both orders, and ratings where none is the best."""
+    found = JudgeTrainingConfig(judgement=judgement).held_out
+    if found.form not in ("best", "rating"):
+        return found
+    return found.model_copy(update={"rate_best": True})
+
+
+def as_evaluation(config: EvalRMConfig) -> EvaluateConfig:
+    """Return the settings of ``lightrft eval`` that evaluate a generative reward model.
+
+    Comparisons are asked in both orders.
+
+    Args:
+        config: Settings of ``lightrft eval-rm``, with ``judgement``.
+
+    Raises:
+        ConfigError: A setting is given that only a model with heads reads.
+    """
+    assert config.judgement is not None
+    columns = config.data.columns
+    unread = [name for name in changed_fields(config) if name in OF_HEADS]
+    unread += [
+        f"data.columns.{n}" for n in changed_fields(columns) if n not in Columns.model_fields
+    ]
+    if unread:
+        raise ConfigError(
+            f"{', '.join(sorted(unread))}: read for a model with heads, and judgement is set; "
+            "leave them out"
+        )
+    names = DataConfig.model_fields.keys() - {"columns", "judgement"}
+    given = {name: getattr(config.data, name) for name in names}
+    given["columns"] = Columns(**{name: getattr(columns, name) for name in Columns.model_fields})
+    given["judgement"] = asked(config.judgement)
+    evaluation = EvalConfig(data=DataConfig(**given), sampling=config.sampling)
+    return EvaluateConfig(
+        run=config.run,
+        model=config.model,
+        eval=evaluation,
+        reward=AGREEMENT,
+        strategy=config.strategy,
+    )

@@ -40,12 +40,13 @@ TEXT = [name for name in TEXT_FAMILIES if not FAMILIES[name].refused]
 ABSENT = frozenset(
     (
         *("afmoe", "audioflamingo3", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe"),
-        *("cosmos3_edge", "fast_vlm", "granite4_vision"),
+        *("cosmos3_edge", "fast_vlm", "fun_asr_nano", "granite4_vision", "granite_speech_plus"),
         *("cosmos3_omni", "cwm", "deepseek_v32", "deepseek_v4", "dots3_note_text"),
         *("ernie4_5_vl_moe", "exaone4_5", "exaone_moe", "flint", "gemma4", "gemma4_text"),
         *("gemma4_unified_text", "glm46v", "glm4_moe_lite", "glm_moe_dsa", "glm_ocr"),
         *("glmasr", "glmga", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "hy_v4"),
-        *("hyperclovax", "hyperclovax_vision_v2", "inkling2_text", "inkling_text", "jais2"),
+        *("hunyuan_vl", "hyperclovax", "hyperclovax_vision_v2", "inkling2_text", "inkling_text"),
+        *("jais2", "paddleocr_vl"),
         *("kimi_k25", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "lfm3", "lfm3_vl"),
         *("lighton_ocr", "mellum", "mimo_v2_flash", "minicpm3", "minicpmv4_6"),
         *("minicpmv4_7", "minimax_m2", "minimax_m3_vl_text", "ministral3", "molmo2"),
@@ -186,6 +187,7 @@ SHAPES = {"image": ((20, 30, 3), (64, 40, 3)), "audio": ((4000,), (15000,))}
 """Shapes of items by kind."""
 OMNI = {"image": "IMAGE", "video": "VIDEO", "audio": "AUDIO"}
 OMNI |= {f"{kind}_{end}": f"{kind}_{end}" for kind in ("vision", "audio") for end in ("bos", "eos")}
+OF_OMNI = {f"{name}_token": f"<|{text}|>" for name, text in OMNI.items()}
 IMAGE = {"image_token": "<image>"}
 TOKENS = {
     **dict.fromkeys(("aria", "deepseek_vl", "deepseek_vl_hybrid", "ovis2"), IMAGE),
@@ -203,7 +205,11 @@ TOKENS = {
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<pad>",
     },
-    "qwen2_5_omni_thinker": {f"{name}_token": f"<|{text}|>" for name, text in OMNI.items()},
+    "phi4_multimodal": {f"{name}_token": f"<|{name}|>" for name in ("image", "audio")},
+    **dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        OF_OMNI,
+    ),
 }
 """Tokens that the published tokenizers name, and tiny ones do not."""
 WRITTEN_OTHERWISE = {
@@ -214,6 +220,7 @@ WRITTEN_OTHERWISE = {
 """Families whose own processors cannot be compared here, with the reason."""
 OTHER_PROCESSOR = {
     "cohere2_vision": "5 has another name for its picture processor",
+    "granite_speech": "its processor needs torchaudio, which is beside 5 alone",
     "idefics2": "5 writes a space between a picture and the word behind it",
     "perception_lm": "5 has another name for its picture processor",
     "llama4": "5 has another name for its picture processor",

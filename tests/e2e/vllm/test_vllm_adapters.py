@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def test_an_adapter_that_vllm_cannot_serve_is_merged(
     # the later batches of the other run were sampled by older weights
     fresh = steps[:1] if staleness else steps
     assert max(line["policy/rollout_logprob_diff"] for line in fresh) < 1e-5
+    assert steps[-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("dora", [False, True], ids=["served", "merged"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_weights_in_4_bits_are_sampled_as_the_policy_computes(
+    dora: bool, staleness: int, adapted: dict[str, Any], tmp_path: Path
+) -> None:
+    over: dict[str, Any] = {"model": {"load_in_4bit": True, "lora": {"dora": dora}}}
+    if staleness:
+        over |= {"rollout": {"staleness": 1}, "algorithm": {"importance_sampling": ["tis"]}}
+    run_rl(build(RLConfig, deep_merge(adapted, over)))
+    steps = lines(tmp_path)
+    assert len(steps) == 3
+    fresh = steps[:1] if staleness else steps
+    assert max(line["policy/rollout_logprob_diff"] for line in fresh) < 1e-4
     assert steps[-1]["policy/grad_norm"] > 0
 
 

@@ -152,6 +152,8 @@ def test_an_adapter_that_the_server_cannot_serve_is_refused_at_the_start(
         run_rl(build(RLConfig, deep_merge(given, {"model": {"lora": {"dora": True}}})))
     with pytest.raises(ConfigError, match=r"(?s)rank.*--max-lora-rank 64"):
         run_rl(build(RLConfig, deep_merge(given, {"model": {"lora": {"rank": 40}}})))
+    with pytest.raises(ConfigError, match=r"load_in_4bit = true.*leave out engine\.weights_dir"):
+        run_rl(build(RLConfig, deep_merge(given, {"model": {"load_in_4bit": True}})))
 
 
 def test_a_run_has_the_numbers_of_vllm_in_its_process_and_leaves_its_weights(

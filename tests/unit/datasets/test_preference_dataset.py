@@ -21,7 +21,7 @@ from lightrft.datasets.preference.preference_dataset import (
     PreferenceResponse,
 )
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.learner.preference_batch import preference_to_batch
 from lightrft.types import CORRUPTED, GOLD
 from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.media_helpers import Rig, rig
@@ -495,7 +495,7 @@ def test_a_digest_follows_the_picture_and_reads_no_row_again(
         # A file counts by its size and time; the clock of the file system may be coarse.
         os.utime(tmp_path / "a.png", (seed, seed))
         data = examples([row], eye.tokenizer, processor=eye.processor)
-        monkeypatch.setattr(data._sources, "record", None)
+        monkeypatch.setattr(data, "_record", None)
         digests.append(data.digest())
     assert digests[0] == digests[1] != digests[2]
 

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.config.data import PreferenceColumns
-from lightrft.datasets.benchmarks.audio_preferences import audio_alpaca
+from lightrft.datasets.benchmarks.omni_preferences import audio_alpaca
 from lightrft.datasets.media import SupportedMedia
-from lightrft.datasets.preference.formats import FORMATS, check_format, format_of
-from lightrft.datasets.preference.pair_formats import SCORES
+from lightrft.datasets.preference.formats import FORMATS, SCORES, check_format, format_of
 from lightrft.datasets.preference.preference_rows import PreferenceRow, read_preference
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.rows.recorded_row import RecordedRow

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from lightrft.config.data import PreferenceDataConfig, RewardColumns, RewardDataConfig
-from lightrft.datasets.benchmarks.omni_reward_bench import omnirewardbench_t2i
+from lightrft.datasets.benchmarks.omni_preferences import omnirewardbench_t2i
 from lightrft.datasets.benchmarks.video_preferences import rapidata_t2v
 from lightrft.datasets.media import SupportedMedia
-from lightrft.datasets.preference.formats import SCORED, format_of
+from lightrft.datasets.preference.formats import SCORED_FORMATS, format_of
 from lightrft.datasets.preference.head_labels import LabelledHeads, win_rates
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.preference.preference_rows import PreferenceRow, read_preference
 from lightrft.datasets.row_tables import MalformedRow
-from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.learner.preference_batch import preference_to_batch
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError, DataError
 from tests.media_helpers import Rig, rig
@@ -272,7 +272,7 @@ def test_a_row_without_a_label_of_any_head_is_refused() -> None:
 def test_rows_of_ratings_stay_unknown_to_losses_of_preferences() -> None:
     with pytest.raises(MalformedRow, match="no preference in the row"):
         format_of(HELPSTEER2, RewardColumns(), "line 7")
-    assert format_of(HELPSTEER2, RewardColumns(), "line 7", scored=True) is SCORED
+    assert format_of(HELPSTEER2, RewardColumns(), "line 7", scored=True) is SCORED_FORMATS["scored"]
 
 
 def test_labels_become_a_column_for_each_head(examples: Make) -> None:

@@ -471,3 +471,36 @@ def test_a_schedule_that_falls_to_zero_there_does_so_here(schedule: str, floor: 
     own = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}}
     tree = collect(Foreign(own), "trl", "sft").tree
     assert "optimizer.min_lr_ratio" in tree
+
+
+@pytest.mark.parametrize(
+    ("options", "sources", "held_out"),
+    [
+        ({"dataset_name": "a/b", "max_samples": 9}, [{"path": "a/b", "limit": 9}], None),
+        ({"dataset_name": "a/b", "dataset_train_split": "train"}, ["a/b"], None),
+        (
+            {"dataset_name": "a/b", "dataset_config": "main", "eval_strategy": "steps"},
+            [{"path": "a/b", "subset": "main"}],
+            [{"path": "a/b", "split": "test", "subset": "main"}],
+        ),
+        (
+            {"dataset_name": "a/b", "eval_strategy": "epoch", "dataset_test_split": "val"},
+            ["a/b"],
+            [{"path": "a/b", "split": "val"}],
+        ),
+        ({"dataset_name": "a/b", "eval_strategy": "no"}, ["a/b"], None),
+        (
+            {"dataset_name": "a/b", "eval_strategy": "steps", "eval_dataset": "c.jsonl"},
+            ["a/b"],
+            ["c.jsonl"],
+        ),
+        # which of the two they belong to is not known
+        ({"dataset": "a,b", "max_samples": 9, "split": "x"}, ["a", "b"], None),
+    ],
+)
+def test_options_of_the_only_source_go_into_it_and_trl_evaluates_its_test_split(
+    options: dict[str, Any], sources: list[Any], held_out: list[Any] | None
+) -> None:
+    tree = collect(Foreign({"model_name_or_path": "model", **options}), "trl", "sft").tree
+    assert tree["data.sources"] == sources
+    assert tree.get("validation.sources") == held_out

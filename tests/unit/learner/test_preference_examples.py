@@ -11,7 +11,7 @@ import torch
 
 from lightrft.config.data import PreferenceDataConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
-from lightrft.learner.preference_examples import preference_to_batch
+from lightrft.learner.preference_batch import preference_to_batch
 from lightrft.learner.preference_step import PreferenceStats, preference_step
 from lightrft.types import CORRUPTED, Batch
 from tests.media_helpers import rig

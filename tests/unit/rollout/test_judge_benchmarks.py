@@ -10,7 +10,7 @@ import pytest
 from lightrft.algorithms.reward_model.benchmarks import RewardBench2Row, reward_bench_2
 from lightrft.config.base import build
 from lightrft.config.data import DataConfig
-from lightrft.datasets.benchmarks.reward_models import reward_bench as reader
+from lightrft.datasets.benchmarks import reward_bench as reader
 from lightrft.datasets.judgement.judgement_rows import JudgementRows
 from lightrft.datasets.row_tables import InMemoryRows, MalformedRow
 from lightrft.rewards.success import Success

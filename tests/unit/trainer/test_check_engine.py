@@ -14,6 +14,7 @@ from tests.architecture.tree import ROOT
 
 SERVER = {"kind": "http", "url": "http://127.0.0.1:1"}
 OWN = f"{ROOT}/examples/custom_engine.py:KIND"
+FOUR_BITS = {"load_in_4bit": True, "lora": {"rank": 2}}
 RAY = {"kind": "ray", "processes": 2, "ray": {"engines": 1}}
 
 
@@ -40,6 +41,10 @@ def config(tree: dict[str, Any]) -> RLConfig:
             {"engine": {"kind": "vllm"}, "strategy": {"tensor_parallel": 2}},
             r"strategy\.tensor_parallel = 2",
         ),
+        (
+            {"engine": {"kind": "vllm"}, "launch": RAY, "model": FOUR_BITS},
+            r"launch\.ray\.engines = 1: workers of .*load_in_4bit.*set engine\.kind=native",
+        ),
     ],
 )
 def test_an_engine_that_cannot_generate_as_asked_is_refused_with_the_way_out(
@@ -59,6 +64,8 @@ def test_an_engine_that_cannot_generate_as_asked_is_refused_with_the_way_out(
             "launch": {"processes": 2},
             "rollout": {"staleness": 1},
         },
+        # vLLM in the process of the policy gets its weights one by one
+        {"engine": {"kind": "vllm"}, "model": FOUR_BITS},
         # a worker loads the whole model
         {"engine": {"kind": "vllm"}, "launch": RAY, "strategy": {"tensor_parallel": 2}},
     ],

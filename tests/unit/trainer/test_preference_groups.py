@@ -8,7 +8,7 @@ import pytest
 
 from lightrft.config.preference.online import OnlineConfig
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult, tokens_of
-from lightrft.trainer.preference.groups import PreferenceJudge, example_of
+from lightrft.trainer.preference.online import PreferenceJudge, example_of
 from lightrft.types import Prompt, Rollout
 
 PROMPT = Prompt("a", [1, 2, 3])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightrft.algorithms.contracts.loss_checks import preference_gradient
 from lightrft.algorithms.contracts.preference_cases import far_preferences, preferences
-from lightrft.algorithms.contracts.preference_checks import preference_gradient
 from lightrft.algorithms.preference.inputs import Labelled, Pairs
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.config.preference.sections import PreferenceConfig

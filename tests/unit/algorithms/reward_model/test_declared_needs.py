@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
+from lightrft.algorithms.contracts.loss_checks import head_of, number_of_losses
 from lightrft.algorithms.contracts.reward_cases import scored_responses
-from lightrft.algorithms.contracts.reward_checks import head_of, number_of_losses
 from lightrft.algorithms.reward_model.inputs import ScoredResponses
 from lightrft.algorithms.reward_model.losses import REWARD_LOSSES
 from lightrft.algorithms.reward_model.registry import KINDS

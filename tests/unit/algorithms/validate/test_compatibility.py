@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.algorithms.validate.check_parts import check_parts
-from lightrft.algorithms.validate.compatibility import incompatible_settings
+from lightrft.algorithms.validate.check_parts import check_parts, incompatible_settings
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
@@ -119,6 +118,18 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"positive_nll": {"threshold": 0.5}}, ["positive_nll.threshold = 0.5 changes nothing"]),
     ({"constant_length": 9}, ["constant_length = 9 changes nothing", "aggregation: constant"]),
+    *(
+        (
+            {"advantage": {"name": "maxrl"}, "normalize": {key: value}},
+            [f"normalize.{key} = {value} centres rewards", "'maxrl' divides by their mean"],
+        )
+        for key, value in [
+            ("terms", "group"),
+            ("terms", "batch"),
+            ("terms", "running"),
+            ("rewards", "standard"),
+        ]
+    ),
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"loss": {"clip_high": 0.5, "ratio_cap": 1.6}},
@@ -126,6 +137,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"advantage": {"name": "reinforce"}, "loss": {"ratio": "sequence"}},
     {"loss": {"ratio": "sequence_token"}, "token_masks": ["m2po"]},
     {"advantage": {"name": "rft"}, "kl": IN_LOSS},
+    {"advantage": {"name": "maxrl"}, "kl": IN_REWARD},
+    {"advantage": {"name": "maxrl"}, "normalize": {"rewards": "scale"}},
     {"old_logprobs": "rollout", "importance_sampling": [OPSM]},
     {"old_logprobs": "policy", "importance_sampling": ["tis", OPSM]},
     {"old_logprobs": "interpolated", "importance_sampling": ["importance"]},

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from lightrft.config.model import LoRAConfig
-from lightrft.engines.sending.merged_adapters import merged
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.engines.fingerprint import checksums
+from lightrft.engines.sending.merged_adapters import merged, noted, whole_weights
+from lightrft.models.actor import Actor
 from lightrft.models.lora import add_adapters, merged_state
 from lightrft.utils.errors import ModelError
 from lightrft.utils.module_tensors import factor_of
@@ -69,3 +75,36 @@ def test_factors_are_named_by_their_layer() -> None:
     assert factor_of(f"{prefix}.lora_magnitude_vector.default.weight") == (layer, "magnitude")
     assert factor_of(f"{prefix}.base_layer.bias") is None
     assert factor_of("base_model.model.model.norm.weight") is None
+
+
+@pytest.mark.quant
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_weights_in_4_bits_become_those_that_the_model_computes_with(
+    dora: bool, tmp_path: Path
+) -> None:
+    small_model("llama").save_pretrained(tmp_path)
+    lora = LoRAConfig(rank=3, alpha=5.0, dora=dora, targets=("q_proj", "down_proj"))
+    settings = ModelConfig(path=str(tmp_path), dtype="float32", load_in_4bit=True, lora=lora)
+    policy = Actor.load(settings)
+    torch.manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    weights = list(policy.model.named_parameters())
+    assert any(weight.dtype == torch.uint8 for _, weight in weights)
+    read: dict[str, str] = {}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    start = {name: weight.clone() for name, weight in plain.named_parameters()}
+    parameters = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, weight in whole_weights(noted(weights, read), lora):
+            parameters[name].copy_(weight)
+        ids = torch.arange(4, 12)[None]
+        policy.use_attention("padded")
+        expected = policy.base(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(plain(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    # what was sent is what the policy holds
+    assert read == checksums(weights)
+    changed = {name for name in start if not torch.equal(start[name], parameters[name])}
+    assert any("v_proj" in name for name in changed) and any("q_proj" in name for name in changed)

@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2AudioProcessor, VoxtralProcessor, WhisperFeatureExtractor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
@@ -344,12 +345,21 @@ def test_marks_and_placeholders_that_stand_for_nothing_do_not_move_positions_of_
     assert not torch.equal(positions[0][0], positions[0][1])  # there is height and width in them
 
 
-def test_of_a_folder_that_can_speak_the_part_that_answers_in_text_is_loaded(tmp_path):
-    r = omni(tmp_path)
-    whole = transformers.Qwen2_5OmniConfig(
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [
+        ("qwen2_5_omni_thinker", "Qwen2_5Omni{}"),
+        ("qwen3_omni_moe_thinker", "Qwen3OmniMoe{}"),
+    ],
+)
+def test_of_a_folder_that_can_speak_the_part_that_answers_in_text_is_loaded(
+    family, whole, tmp_path
+):
+    r = rig(family, tmp_path)
+    settings = getattr(transformers, whole.format("Config"))(
         thinker_config=r.actor.base.config.to_dict(), enable_audio_output=False
     )
-    model = transformers.Qwen2_5OmniForConditionalGeneration(whole)
+    model = getattr(transformers, whole.format("ForConditionalGeneration"))(settings)
     model.thinker.load_state_dict(r.actor.base.state_dict())
     folder = tmp_path / "whole"
     save_model(model, r.tokenizer, folder, processor=r.processor)
@@ -362,13 +372,63 @@ def test_of_a_folder_that_can_speak_the_part_that_answers_in_text_is_loaded(tmp_
     )
     loaded = Actor.load(ModelConfig(path=str(folder)))
     batch = mixed_batch(mixed_prompts(r))
-    assert loaded.base.config.model_type == "qwen2_5_omni_thinker"
+    assert loaded.base.config.model_type == family
     assert torch.equal(loaded.score(batch).logprobs, r.actor.score(batch).logprobs)
     assert load_processor(loaded.config, load_tokenizer(loaded.config)).parts.keys() == {
         "image",
         "video",
         "audio",
     }
+
+
+OMNI3 = "qwen3_omni_moe_thinker"
+
+
+def test_a_sound_of_omni3_that_is_shorter_than_a_piece_of_its_tower_is_refused(tmp_path):
+    part = rig(OMNI3, tmp_path).processor.parts["audio"]
+    assert part.count(part.inputs(sound(2000), Extent((2000,)))) == 13
+    with pytest.raises(ValueError, match=r"0\.124938 s.*less than 0\.125 s.*append silence"):
+        part.placeholder_text(Extent((1999,)))
+
+
+@pytest.mark.torchvision
+@pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
+def test_sounds_and_clips_of_omni3_are_those_of_its_own_processor(tmp_path):
+    """Limits of clips are the processor's own, whatever the folder says."""
+    r = rig(OMNI3, tmp_path)
+    for kind, text in (("image", "IMAGE"), ("video", "VIDEO"), ("audio", "AUDIO")):
+        setattr(r.tokenizer, f"{kind}_token", f"<|{text}|>")
+        setattr(r.tokenizer, f"{kind}_token_id", r.processor.tokens[kind])
+    for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos"):
+        setattr(r.tokenizer, f"{name}_token", f"<|{name}|>")
+    own = transformers.Qwen3OmniMoeProcessor(
+        transformers.AutoImageProcessor.from_pretrained(r.path, backend="pil"),
+        transformers.Qwen2VLVideoProcessor.from_pretrained(r.path),
+        WhisperFeatureExtractor.from_pretrained(r.path),
+        r.tokenizer,
+    )
+    part, clip = r.processor.parts["video"], np.full((5, 24, 36, 3), 90, np.uint8)
+    extent = Extent(clip.shape, (0.0, 0.5, 1.0, 1.5, 2.0), 2.0)
+    frames = torch.from_numpy(clip).permute(0, 3, 1, 2)
+    made = own(
+        text=[f"a{part.written}b"],
+        videos=[frames],
+        fps=2.0,
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    found = part.inputs(clip, extent)
+    text = f"a{part.placeholder_text(extent)}b"
+    assert r.tokenizer(text)["input_ids"] == made["input_ids"][0].tolist()
+    assert torch.equal(found["video_grid_thw"], made["video_grid_thw"])
+    assert torch.equal(found["second_per_grid_ts"], made["video_second_per_grid"])
+    torch.testing.assert_close(found["pixel_values_videos"], made["pixel_values_videos"])
+    part, value = r.processor.parts["audio"], sound(7013)
+    made = own(text=[f"a{part.written}b"], audio=[value], sampling_rate=16000, return_tensors="pt")
+    text = f"a{part.placeholder_text(Extent(value.shape))}b"
+    assert r.tokenizer(text)["input_ids"] == made["input_ids"][0].tolist()
+    mels = part.inputs(value, Extent(value.shape))["input_features"]
+    assert torch.equal(mels.T, made["input_features"][0])
 
 
 def test_pictures_and_sound_of_omni_are_set_in_one_file(tmp_path):

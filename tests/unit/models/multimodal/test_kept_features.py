@@ -278,12 +278,19 @@ def test_a_tower_whose_features_are_trained_is_not_constant(
         assert not has_constant_towers(actor.requires_grad_(False))
 
 
-def test_a_tower_with_dropout_is_not_constant(tmp_path: Path) -> None:
+def test_a_tower_with_dropout_or_norms_over_the_batch_is_not_constant_if_training_has_them(
+    tmp_path: Path,
+) -> None:
     r = rig("qwen2_audio", tmp_path)
-    actor = load(r, **FROZEN)
-    assert has_constant_towers(actor)
-    actor.base.model.audio_tower.dropout = 0.1
-    assert not has_constant_towers(actor)
+    for dropout in (False, True):
+        actor = load(r, **FROZEN, dropout=dropout)
+        tower = actor.base.model.audio_tower
+        assert has_constant_towers(actor)
+        tower.dropout = 0.1
+        assert has_constant_towers(actor) is not dropout
+        tower.dropout = 0
+        tower.norm = torch.nn.BatchNorm1d(4, affine=False)
+        assert has_constant_towers(actor) is not dropout
 
 
 def test_a_model_of_text_has_no_towers_to_share() -> None:

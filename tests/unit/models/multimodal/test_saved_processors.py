@@ -153,7 +153,8 @@ def test_limits_of_pixels_are_saved_with_the_model(family: str, tmp_path: Path) 
             for one in (free, processor, again, other)
         ]
         assert written[1] == written[2]
-        if kind == "image" and "qwen" in family:
+        # A feature of the tiny Qwen3-Omni has more pixels than these limits.
+        if kind == "image" and "qwen" in family and family != "qwen3_omni_moe_thinker":
             assert len({*written}) == 3
 
 

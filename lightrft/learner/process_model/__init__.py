@@ -1,1 +1,0 @@
-"""Take and measure steps of process reward models."""
