@@ -55,6 +55,14 @@ class EngineConfig(Settings):
     row of each linear layer to FP8, and the inputs of these layers too. ``int8_per_channel`` rounds
     them to INT8 (W8A8). Training keeps its own weights, and each update quantizes them again. Every
     8-bit value is compared after each update. ``null`` quantizes nothing."""
+    tensor_parallel: Annotated[int, ReadBy("vllm")] = Field(1, ge=1)
+    """Processes of the run that share one copy of the model in vLLM: each layer is sharded over
+    ``tensor_parallel`` consecutive ranks, which generate the same responses. Raise it for a model
+    that is too large for one GPU. It divides ``launch.processes``."""
+    gpu_memory_utilization: Annotated[float | None, ReadBy("vllm")] = Field(None, gt=0, le=1)
+    """Share of the memory of the GPU that vLLM may take for its weights and its cache; on a CPU, of
+    the memory of the machine. ``max_cache_tokens`` is then the limit of one prompt and its response
+    alone. ``null`` makes the cache as large as ``max_cache_tokens``."""
     speculative: Annotated[SpeculativeConfig | None, ReadBy("native")] = None
     """Speculative decoding; ``null`` decodes a token per step. It pays where few responses grow at
     once and their text repeats itself or the prompt."""

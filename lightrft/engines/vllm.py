@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,7 @@ class VLLMEngine(Engine):
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self.tensor_parallel_size = config.tensor_parallel
         self.version = version
         self._ranks = ranks
         self._vllm = import_vllm()
@@ -140,11 +141,8 @@ class VLLMEngine(Engine):
                 f"{type(error).__name__}: {error}; set engine.kind=native"
             ) from error
         except ValueError as error:
-            size = options["kv_cache_memory_bytes"]
             raise ResourceError(
-                f"vLLM cannot start: {error}\nengine.max_cache_tokens = "
-                f"{self.config.max_cache_tokens} takes {size / 2**30:.1f} GiB; lower it if memory "
-                "is short"
+                f"vLLM cannot start: {error}\n{memory_of(self.config, options)}"
             ) from error
         finally:
             # vLLM seeds them, and replaces this function of torch
@@ -457,6 +455,26 @@ class VLLMBatch:
         self._engine.forget(self._responses)
         self._responses.clear()
         return found
+
+
+def memory_of(config: EngineConfig, options: Mapping[str, Any]) -> str:
+    """Return what to change if memory is short.
+
+    Args:
+        config: Settings of the engine.
+        options: Arguments of vLLM's ``LLM``.
+    """
+    share = config.gpu_memory_utilization
+    if share is not None:
+        return (
+            f"engine.gpu_memory_utilization = {share:g}; lower it if less memory is free, or raise "
+            "it if the weights leave none for the cache"
+        )
+    size = options["kv_cache_memory_bytes"] / 2**30
+    return (
+        f"engine.max_cache_tokens = {config.max_cache_tokens} takes {size:.1f} GiB; lower it if "
+        "memory is short"
+    )
 
 
 @contextmanager

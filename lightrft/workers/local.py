@@ -41,6 +41,7 @@ from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.workers.engine_kinds import EngineParts, check_media, check_native, kind_of
 from lightrft.workers.frozen_models import local_frozen
+from lightrft.workers.local_vllm import check_shared_copy
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
@@ -132,6 +133,7 @@ def local_policy(
     """
     check_media(model, engine, media)
     placed = strategy_of(strategy, ranks)
+    check_shared_copy(engine, ranks.size)
     kind = kind_of(engine)
     if kind.asks_server and engine.compile is not None:
         raise ConfigError(server_compiles(engine))

@@ -216,6 +216,21 @@ def installed_version() -> str:
     return next(iter(found.values()), "").partition("+")[0]
 
 
+def check_shared_copy(engine: EngineConfig, processes: int) -> None:
+    """Raise ``ConfigError`` if the processes of a run cannot share copies as ``engine`` says.
+
+    Args:
+        engine: Settings of the engine.
+        processes: Number of processes of the run.
+    """
+    if processes % engine.tensor_parallel:
+        raise ConfigError(
+            f"engine.tensor_parallel = {engine.tensor_parallel} processes share a copy of the model "
+            f"in vLLM, which does not divide the {processes} of this run; set launch.processes to a "
+            f"multiple of {engine.tensor_parallel}, or engine.tensor_parallel=1"
+        )
+
+
 def check_replica(kind: str, tensor_parallel_size: int) -> None:
     """Raise ``ConfigError`` for a run whose policy an engine with a copy on each rank cannot hold.
 

@@ -499,7 +499,7 @@ MEMORY = (
     Mistake("e1", "rl+ per_device_train_batch_size=4", "is rollout.prompts_per_step here | processes x"),
     Mistake("e2", "rl+ gradient_checkpointing=true", "is model.gradient_checkpointing here"),
     Mistake("e3", "rl+ strategy.offload=cpu", "strategy.offload is strategy.cpu_offload here"),
-    Mistake("e4", "rl+ gpu_memory_utilization=0.5", "is engine.max_cache_tokens here: tokens of prompts"),
+    Mistake("e4", "rl+ gpu_memory_utilization=0.5", "is engine.gpu_memory_utilization here | engine.max_cache_tokens"),
     Mistake("e5", "rl+ model= model.path=model model.load_in_8bit=true", "no counterpart | model.load_in_4bit"),
     Mistake("e6", "rl+ bf16=true", "bf16 is model.dtype here (model.dtype=bfloat16)"),
     Mistake("e7", "rl+ train.max_tokens_per_micro_batch=0", "per_micro_batch = 0 | Most tokens in one forward"),

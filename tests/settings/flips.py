@@ -488,6 +488,8 @@ FLIPS: dict[str, Flip] = {
     "engine.max_num_seqs": Flip(2, "run"),
     "engine.check_logprobs": Flip(False, "run"),
     "engine.quantization": Flip("fp8_per_channel", "run", refused=True),
+    "engine.tensor_parallel": Flip(2, "run", refused=True),
+    "engine.gpu_memory_utilization": Flip(0.5, "run", refused=True),
     "engine.compile": Flip(True, "run", COPIES, refused=True),
     "engine.speculative.kind": Flip("draft", "run", COPIES, refused=True),
     "engine.speculative.tokens": Flip(1, "run", COPIES),

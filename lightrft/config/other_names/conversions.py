@@ -294,6 +294,17 @@ def responses_of_mini_batch(value: Any, options: Options) -> Any:
     return Converted({"train.num_mini_batches": int(prompts * group // value), "batch_size": value})
 
 
+def of_vllm(value: Any, options: Options) -> Any:
+    """Convert a setting of vLLM in the processes of the run. One of no effect sets nothing."""
+    if value in (None, 1):
+        return Converted()
+    names = ("name", "engine_type", "infer_backend", "sampler_engine", "use_vllm", "vllm_mode")
+    said = {str(one) for name, one in options.items() if name.rpartition(".")[2] in names}
+    if "server" in said or not said & {"vllm", "True", "colocate"}:
+        raise Unclear("it needs engine.kind=vllm, in the processes of the run")
+    return value
+
+
 def betas(value: Any, options: Options) -> Any:
     """Convert one of ``adam_beta1`` and ``adam_beta2``, or a pair of them."""
     if isinstance(value, list | tuple):

@@ -623,9 +623,23 @@ SAMPLING = (
     ),
     NameRow(
         f"gpu_memory_utilization vllm_gpu_memory_utilization vllm_gpu_util engine_mem_util "
-        f"vllm.gpu_memory_utilization {ROLLOUT}.gpu_memory_utilization sglang_mem_fraction "
-        f"sglang_mem_fraction_static rollout.gpu_memory_utilization {ROLLOUT}."
-        "max_num_batched_tokens rollout.max_num_batched_tokens",
+        f"vllm.gpu_memory_utilization {ROLLOUT}.gpu_memory_utilization "
+        "rollout.gpu_memory_utilization",
+        "engine.gpu_memory_utilization",
+        "for engine.kind=vllm; engine.max_cache_tokens bounds the cache of other engines, in tokens and "
+        "not a share of it",
+        to.of_vllm,
+    ),
+    NameRow(
+        "vllm_tensor_parallel_size vllm.tensor_parallel_size tensor_parallel_size tp_size "
+        f"engine_tp_size {ROLLOUT}.tensor_model_parallel_size rollout.tensor_model_parallel_size",
+        "engine.tensor_parallel",
+        "processes of the run that share a copy of the model in vLLM; it divides launch.processes",
+        to.of_vllm,
+    ),
+    NameRow(
+        "sglang_mem_fraction sglang_mem_fraction_static "
+        f"{ROLLOUT}.max_num_batched_tokens rollout.max_num_batched_tokens",
         "engine.max_cache_tokens",
         "tokens of prompts and responses whose keys and values are in memory, not a share of it",
         by_hand,

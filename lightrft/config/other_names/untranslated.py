@@ -288,11 +288,10 @@ ROLLOUT_ROWS = (
     none(
         "an engine of a run takes the model and its devices from the run; engine.server_options has "
         "options of an SGLang that the run starts",
-        "tensor_parallel_size tp_size vllm_tensor_parallel_size vllm.tensor_parallel_size "
-        "engine_tp_size sglang_tp_size vllm_data_parallel_size vllm_pipeline_parallel_size",
-        f"{ROLLOUT}.tensor_model_parallel_size {ROLLOUT}.data_parallel_size",
+        "sglang_tp_size vllm_data_parallel_size vllm_pipeline_parallel_size",
+        f"{ROLLOUT}.data_parallel_size",
         f"{ROLLOUT}.expert_parallel_size {ROLLOUT}.pipeline_model_parallel_size",
-        "rollout.tensor_model_parallel_size rollout.data_parallel_size data_parallel_size dp",
+        "rollout.data_parallel_size data_parallel_size dp",
         f"{ROLLOUT}.{{cudagraph_capture_sizes,disable_log_stats,dtype,enable_chunked_prefill}}",
         f"{ROLLOUT}.{{enable_prefix_caching,full_determinism,ignore_eos,layered_summon}}",
         f"{ROLLOUT}.{{load_format,logprobs_mode,max_model_len,mode,multi_stage_wake_up}}",

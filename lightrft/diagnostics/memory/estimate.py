@@ -135,7 +135,7 @@ def estimate_memory(
     if _in_copy(config, in_workers):
         ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
         assert not isinstance(config, ScoringConfig)
-        parts = copy_bytes(config.engine, models[0])
+        parts = copy_bytes(config.engine, models[0], device)
         # It frees memory between batches on GPUs alone.
         if ahead or device.kind == "cpu":
             kept |= {name: ModelMemory(size) for name, size in parts.items()}
@@ -190,7 +190,7 @@ def workers(config: TrainingConfig, lengths: Lengths, device: Device) -> dict[st
             on_their_way = ModelMemory(config.launch.ray.bucket_mb * MIB)
             if kind_of(config.engine).copies_weights:
                 phases = [MemoryPhase(DRAWING, {})]
-                parts = copy_bytes(config.engine, model)
+                parts = copy_bytes(config.engine, model, device)
                 kept = {name: ModelMemory(size) for name, size in parts.items()}
                 # whole updates are collected before vLLM loads them
                 on_their_way = ModelMemory(on_their_way.weights + place.held(model).weights)
@@ -403,10 +403,13 @@ def _in_copy(config: TrainingConfig, in_workers: list[str]) -> bool:
     return kind_of(config.engine).copies_weights
 
 
-def copy_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
-    """Return the bytes of an engine's copy of the weights, and of its cache of a fixed size."""
-    _, width = heads_of(policy.text)
-    widths = [width] * policy.text.num_hidden_layers
+def copy_bytes(engine: EngineConfig, policy: Model, device: Device) -> dict[str, float]:
+    """Return the bytes of an engine's copy of the weights, and of its cache, in one process."""
+    heads, width = heads_of(policy.text)
+    among = engine.tensor_parallel
+    # processes that share a copy split its heads of keys and values, while there are several
+    key_heads = getattr(policy.text, "num_key_value_heads", None) or heads
+    widths = [width / max(1, min(among, key_heads))] * policy.text.num_hidden_layers
     cache = key_value_cache(engine.max_cache_tokens, widths, policy.itemsize)
     # the copy is in the compute dtype, whatever the policy is quantised to
     policy = replace(policy, quantised=False)
@@ -415,6 +418,9 @@ def copy_bytes(engine: EngineConfig, policy: Model) -> dict[str, float]:
         # a byte per weight of the blocks; the scales and norms are small
         _, blocks = policy.units(1)
         weights -= sum(blocks) * (1 - 1 / policy.itemsize)
+    weights /= among
+    if engine.gpu_memory_utilization is not None and device.memory:
+        cache = max(0.0, engine.gpu_memory_utilization * device.memory - weights)
     name = kind_of(engine).title
     return {f"{name}'s weights": weights, f"{name}'s cache": float(cache)}
 

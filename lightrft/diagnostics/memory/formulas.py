@@ -133,7 +133,7 @@ def gradients(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE)
     return MASTER * trained / shares.gradients
 
 
-def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:
+def key_value_cache(tokens: int, widths: Sequence[float], itemsize: int) -> float:
     """Return the bytes of keys and values: tokens * sum over layers of 2 * width * itemsize.
 
     Args:

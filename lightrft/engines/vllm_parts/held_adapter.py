@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.vllm_parts.held_weights import renames, unfused
+from lightrft.engines.vllm_parts.held_weights import places, renames, unfused
 from lightrft.utils.module_tensors import Factor, factor_of
 
 SLOT = 0
@@ -28,11 +28,12 @@ def lost_adapter(
         scaling: Factor of the adapter, which vLLM multiplies into ``lora_B``.
         dtype: Type of vLLM's tensors.
     """
-    places, renamed = _places(model), renames(model)
+    found, adapted, renamed = _places(model), places(model), renames(model)
     lost, unknown = [], []
     for name, tensor in adapter.items():
         layer, factor = factor_of(name) or (name, "base")
-        held = places.get((renamed(f"{layer}.weight"), factor))
+        weight = renamed(f"{layer}.weight")
+        held = found.get((weight, factor))
         if held is None:
             unknown.append(name)
             continue
@@ -40,6 +41,9 @@ def lost_adapter(
         sent = tensor.detach().to(held.device, dtype)
         if factor == "b" and scaling != 1:
             sent = sent * scaling
+        # a process that shards the layer holds its columns of one factor, or its rows of the other
+        place = adapted[weight][0]
+        sent = place.shard_columns(sent) if factor == "a" else place.shard_rows(sent)
         # the rank and the columns may be padded
         if not torch.equal(held[: sent.shape[0], : sent.shape[1]], sent):
             lost.append(name)

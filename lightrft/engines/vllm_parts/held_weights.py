@@ -45,8 +45,16 @@ class Place:
 
     def shard(self, tensor: Tensor) -> Tensor:
         """Return the part of the whole ``tensor`` that this process holds."""
-        if self.sent:
-            tensor = torch.cat([tensor[start:end] for start, end in self.sent])
+        return self.shard_columns(self.shard_rows(tensor))
+
+    def shard_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of the whole ``tensor`` that this process holds."""
+        if not self.sent:
+            return tensor
+        return torch.cat([tensor[start:end] for start, end in self.sent])
+
+    def shard_columns(self, tensor: Tensor) -> Tensor:
+        """Return the columns of the whole ``tensor`` that this process holds."""
         return tensor if self.columns is None else tensor[:, slice(*self.columns)]
 
     def held(self, columns: int) -> Iterator[Tensor]:
@@ -153,7 +161,7 @@ def places(model: nn.Module) -> dict[str, list[Place]]:
         for leaf, parameter in layer._parameters.items():
             if parameter is None:
                 continue
-            made = dict(_places_in(model, path, layer, leaf))
+            made = dict(places_in(model, path, layer, leaf))
             # tied layers hold one tensor, which is sent under the name of the first
             shared = names.setdefault(id(parameter), list(made))
             for name, place in zip(shared, made.values()):
@@ -161,7 +169,7 @@ def places(model: nn.Module) -> dict[str, list[Place]]:
     return found
 
 
-def _places_in(model: nn.Module, path: str, layer: Any, leaf: str) -> Iterator[tuple[str, Place]]:
+def places_in(model: nn.Module, path: str, layer: Any, leaf: str) -> Iterator[tuple[str, Place]]:
     """Yield the tensors in the parameter ``leaf`` of ``layer``, with their places."""
     whole = f"{path.replace('.base_layer', '')}.{leaf}"
     vocabulary = getattr(layer, "shard_indices", None)
@@ -175,6 +183,9 @@ def _places_in(model: nn.Module, path: str, layer: Any, leaf: str) -> Iterator[t
     columns = getattr(layer, "input_size_per_partition", inputs)
     by_columns = columns < inputs
     parts, sizes = unfused(model, path), list(getattr(layer, "output_partition_sizes", ()))
+    if not by_columns and sum(sizes) == getattr(layer, "output_size", None):
+        # each process holds the whole layer, such as the router of experts
+        rank, shards = 0, 1
     if by_columns or len(parts) != len(sizes):
         mine = (rank * columns, (rank + 1) * columns) if by_columns and leaf == "weight" else None
         yield whole, Place(layer, leaf, columns=mine)

@@ -66,6 +66,9 @@ def llm_options(
     if form is not None:
         options |= form.options
     about = package.EngineArgs(**options).create_model_config()
+    parallel = package.config.ParallelConfig(tensor_parallel_size=config.tensor_parallel)
+    # vLLM itself looks only when it loads the model
+    about.verify_with_parallel_config(parallel)
     if form is not None:
         _refuse_unquantizable(form, about, dtype, reads_media=reads_media)
     if not torch.cuda.is_available():
@@ -74,7 +77,6 @@ def llm_options(
         "max_num_seqs": config.max_num_seqs,
         # longer requests are refused, and the cache could not hold them
         "max_model_len": min(about.max_model_len, config.max_cache_tokens),
-        "kv_cache_memory_bytes": cache_bytes(package, about, config.max_cache_tokens),
         # of the distribution that was sampled from, after temperature and filters
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
@@ -84,16 +86,22 @@ def llm_options(
     if torch.cuda.is_available():
         # its allocator exists on GPUs alone
         options["enable_sleep_mode"] = True
-        # vLLM starts only if this share of the GPU is free, though the cache has its own limit
-        options["gpu_memory_utilization"] = FREE_SHARE
     else:
         # vLLM takes the seeded generator of a prompt that it splits over several steps back, which
         # a generator of a CPU cannot do
         options["enable_chunked_prefill"] = False
         options["max_num_batched_tokens"] = max(options["max_model_len"], CPU_STEP_TOKENS)
+    share = config.gpu_memory_utilization
+    if share is None:
+        options["kv_cache_memory_bytes"] = cache_bytes(about, parallel, config.max_cache_tokens)
+    if torch.cuda.is_available() or share is not None:
+        # vLLM starts only if this share of the GPU is free, though the cache has its own limit
+        options["gpu_memory_utilization"] = share or FREE_SHARE
     if ranks > 1:
-        # replicas join the process group of the run, and exchange nothing after the start
+        # replicas join the process group of the run, and exchange nothing after the start; the
+        # processes of one replica schedule alike, and exchange what their shards compute
         options["distributed_executor_backend"] = "external_launcher"
+        options["tensor_parallel_size"] = config.tensor_parallel
     return options | _adapter_options(package, about, model.lora, form)
 
 
@@ -156,18 +164,17 @@ def graph_options(config: EngineConfig) -> dict[str, Any]:
     return {"enforce_eager": False, "compilation_config": dict(CUDA_GRAPHS)}
 
 
-def cache_bytes(package: Any, about: Any, tokens: int) -> int:
-    """Return the memory of keys and values in bytes.
+def cache_bytes(about: Any, parallel: Any, tokens: int) -> int:
+    """Return the memory of keys and values in one process, in bytes.
 
     Args:
-        package: The package ``vllm``.
-        about: Its ``ModelConfig``.
+        about: vLLM's ``ModelConfig``.
+        parallel: Its ``ParallelConfig``.
         tokens: Tokens whose keys and values are held.
     """
-    one = package.config.ParallelConfig()
     # latent attention (MLA) keeps one vector per token in place of keys and values
-    vectors = 1 if about.use_mla else 2 * about.get_num_kv_heads(one)
-    layers = about.get_num_layers_by_block_type(one, "attention")
+    vectors = 1 if about.use_mla else 2 * about.get_num_kv_heads(parallel)
+    layers = about.get_num_layers_by_block_type(parallel, "attention")
     of_token = layers * vectors * about.get_head_size() * about.dtype.itemsize
     return (tokens + BLOCK_TOKENS) * of_token
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.fingerprint import checksum
-from lightrft.engines.vllm_parts.held_weights import HeldWeights, unfused
+from lightrft.engines.vllm_parts.held_weights import HeldWeights, Place, places_in, unfused
 from lightrft.engines.vllm_parts.kernel_copies import identity_rows
 from lightrft.engines.vllm_parts.row_formats import RowFormat
 from lightrft.utils.errors import ConfigError, ModelError
@@ -26,7 +26,7 @@ CUT_OFF = 2**-8
 
 @dataclass(frozen=True, slots=True)
 class SentLayer:
-    """Expected contents of a quantized layer, or of its part, in vLLM.
+    """Expected contents of a quantized layer, or of its part, in this process of vLLM.
 
     Attributes:
         shape: Shape of the weight.
@@ -56,7 +56,10 @@ class QuantizedWeights:
         self._dtype: torch.dtype = about.dtype
         self._others = HeldWeights(model, about)
         self._parts = quantized_parts(model)
-        self._quantized = {name for names in self._parts.values() for name in names}
+        self._quantized: dict[str, Place] = {}
+        for path, names in self._parts.items():
+            found = dict(places_in(model, path, model.get_submodule(path), "weight"))
+            self._quantized |= {name: found[name] for name in names}
         self._sent: dict[str, SentLayer] = {}
         if not self._quantized:
             raise ConfigError(
@@ -69,13 +72,17 @@ class QuantizedWeights:
         self._sent.clear()
         self._others.begin()
         for name, tensor in weights:
-            if name not in self._quantized:
+            place = self._quantized.get(name)
+            if place is None:
                 self._others.record(name, tensor)
                 yield name, tensor
                 continue
             plain = tensor.detach().to(self._dtype)
             values, scales = self._form.quantize(plain)
-            self._sent[name] = SentLayer(tuple(plain.shape), checksum(values), scales)
+            mine = place.shard(values)
+            self._sent[name] = SentLayer(
+                tuple(mine.shape), checksum(mine.contiguous()), place.shard_rows(scales)
+            )
             yield name, values
             yield f"{name}_scale", scales[:, None]
 

@@ -29,6 +29,14 @@ def check_engine(config: RLConfig) -> None:
             "weights, and are sent those of model.load_in_4bit = true in 4 bits; leave out "
             "launch.ray.engines, or set engine.kind=native"
         )
+    alone = {"launch.ray.engines": workers, "rollout.staleness": config.rollout.staleness}
+    for name, value in alone.items():
+        if value and engine.tensor_parallel > 1:
+            raise ConfigError(
+                f"engine.tensor_parallel = {engine.tensor_parallel} with {name} = {value}: the "
+                "processes that share a copy of the model generate in step with each other, between "
+                f"updates alone; leave out {name}, or set engine.tensor_parallel=1"
+            )
     # a worker loads the whole model by itself
     if kind.copies_weights and not workers:
         check_replica(engine.kind, config.strategy.tensor_parallel)
