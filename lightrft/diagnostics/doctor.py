@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.preference.requirements import preference_requirements
-from lightrft.config.engine import EngineConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
     DoctorConfig,
@@ -67,7 +66,6 @@ from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ConfigError, UserError, install_extra
 from lightrft.workers.engine_kinds import kinds_to_check
 from lightrft.workers.local import local_tokenizer
-from lightrft.workers.local_vllm import check_shared_copy
 
 Result = TypeVar("Result")
 SamplingVerb: TypeAlias = RLConfig | DistillVerbConfig | DPOConfig
@@ -203,12 +201,6 @@ def _strategy(config: TrainingConfig, device: Device) -> Iterator[Finding]:
             f"strategy.sequence_parallel) do not divide; set it to a multiple of {ranks_per_row}"
         )
         yield Finding("settings", "bad", "launch.processes", says)
-    engine = getattr(config, "engine", None)
-    if isinstance(engine, EngineConfig):
-        try:
-            check_shared_copy(engine, processes)
-        except ConfigError as error:
-            yield Finding("settings", "bad", "engine.tensor_parallel", str(error))
     # HSDP shards over the ranks that are left after tensor parallelism.
     rows = processes // strategy.tensor_parallel
     if strategy.hsdp_shard_size is not None and rows % strategy.hsdp_shard_size:

@@ -15,7 +15,7 @@ from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import ConfigError, UserError
 from lightrft.workers.engine_kinds import check_media, kind_of
 from lightrft.workers.local_served import check_server_media
-from lightrft.workers.local_vllm import check_replica
+from lightrft.workers.local_vllm import check_replica, check_shared_copy
 
 
 def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
@@ -34,6 +34,10 @@ def engine_findings(config: TrainingConfig, device: str) -> Iterator[Finding]:
             check_replica(config.engine.kind, config.strategy.tensor_parallel)
         except ConfigError as error:
             yield Finding("engine", "bad", "engine.kind", str(error))
+    try:
+        check_shared_copy(config.engine, config.launch.processes)
+    except ConfigError as error:
+        yield Finding("engine", "bad", "engine.tensor_parallel", str(error))
     for level, about, says in kind.examine(config, torch.device(device)) if kind.examine else ():
         yield Finding("engine", level, about, says)
 

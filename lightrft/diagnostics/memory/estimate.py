@@ -404,7 +404,13 @@ def _in_copy(config: TrainingConfig, in_workers: list[str]) -> bool:
 
 
 def copy_bytes(engine: EngineConfig, policy: Model, device: Device) -> dict[str, float]:
-    """Return the bytes of an engine's copy of the weights, and of its cache, in one process."""
+    """Return the bytes of an engine's copy of the weights, and of its cache, in one process.
+
+    Args:
+        engine: settings of the engine.
+        policy: the model that it copies.
+        device: device of each process.
+    """
     heads, width = heads_of(policy.text)
     among = engine.tensor_parallel
     # processes that share a copy split its heads of keys and values, while there are several

@@ -170,7 +170,14 @@ def places(model: nn.Module) -> dict[str, list[Place]]:
 
 
 def places_in(model: nn.Module, path: str, layer: Any, leaf: str) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors in the parameter ``leaf`` of ``layer``, with their places."""
+    """Yield the tensors in the parameter ``leaf`` of ``layer``, with their places.
+
+    Args:
+        model: A model of vLLM.
+        path: Path of the layer in it.
+        layer: The layer.
+        leaf: Name of the parameter.
+    """
     whole = f"{path.replace('.base_layer', '')}.{leaf}"
     vocabulary = getattr(layer, "shard_indices", None)
     if vocabulary is not None:
