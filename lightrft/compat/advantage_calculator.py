@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrft.algorithms.advantages import ADVANTAGES, returns_of
 from lightrft.algorithms.group_ops import GroupStats
 from lightrft.algorithms.token_ops import whiten
+from lightrft.compat.options import options_of
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ConfigError
@@ -346,7 +347,7 @@ def normalize_advantages_cross_batch(
     masks = [experience.action_mask.bool().flatten() for experience in experiences]
     every = torch.cat([experience.advantages.flatten() for experience in experiences]).float()
     kept = torch.cat(masks)
-    if vars(args).get("no_advantage_std_norm"):
+    if options_of(args).get("no_advantage_std_norm"):
         centred = torch.zeros_like(every)
         centred[kept] = GroupStats.whole(every[kept]).centred()
     else:

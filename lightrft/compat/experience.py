@@ -207,7 +207,8 @@ def split_experience_batch(experience: AnyExperience) -> list[Item]:
 
     Args:
         experience: The batch. ``info`` counts the images and videos of each sample by
-            ``image_num`` and ``video_num``. Without these, each sample has one.
+            ``image_num`` and ``video_num``. Without these, each sample has one. Without grids,
+            which families such as LLaVA do not have, they count rows of the patches.
 
     Raises:
         DataError: A field has another number of samples, or media do not belong to samples.
@@ -253,18 +254,10 @@ def _own_media(
     """Return patches and grids of each sample, by field."""
     grid, values = getattr(experience, grids), getattr(experience, patches)
     if grid is None:
-        if values is not None:
-            raise DataError(f"{patches} without {grids}: the samples of the patches are unknown")
-        return {grids: [None] * count, patches: [None] * count}
+        parts = [None] * count if values is None else _by_number(experience, patches, number, count)
+        return {grids: [None] * count, patches: parts}
     if isinstance(grid, Tensor):
-        numbers = (experience.info or {}).get(number, [1] * count)
-        numbers = [int(n) for n in numbers]
-        if len(numbers) != count or sum(numbers) != len(grid):
-            raise DataError(
-                f"{grids} has {len(grid)} rows for {count} samples; give the number of rows of "
-                f"each sample as info[{number!r}]"
-            )
-        own = [part if len(part) else None for part in grid.split(numbers)]
+        own = _by_number(experience, grids, number, count)
     else:
         own = [part if part is None else part.reshape(-1, 3) for part in grid]
     if values is None:
@@ -274,6 +267,18 @@ def _own_media(
         raise DataError(f"{patches} has {len(values)} patches, and {grids} counts {sum(sizes)}")
     parts = zip(own, values.split(sizes), strict=True)
     return {grids: own, patches: [None if grid is None else part for grid, part in parts]}
+
+
+def _by_number(experience: AnyExperience, name: str, number: str, count: int) -> list[Any]:
+    """Return the rows of the field ``name`` of each sample, ``None`` for a sample without any."""
+    rows: Tensor = getattr(experience, name)
+    numbers = [int(n) for n in (experience.info or {}).get(number, [1] * count)]
+    if len(numbers) != count or sum(numbers) != len(rows):
+        raise DataError(
+            f"{name} has {len(rows)} rows for {count} samples; give the number of rows of "
+            f"each sample as info[{number!r}]"
+        )
+    return [part if len(part) else None for part in rows.split(numbers)]
 
 
 def remove_padding_in_sequences(items: list[Item]) -> list[Item]:
@@ -336,8 +341,12 @@ def make_experience_batch(items: Sequence[Item], packing_samples: bool = False) 
         given = [value for value in values if value is not None and len(value)]
         columns[grids] = torch.cat(shaped) if shaped else None
         columns[patches] = torch.cat(given) if given else None
-        if shaped:
-            counts = [0 if grid is None else len(grid.reshape(-1, 3)) for grid in own]
+        if shaped or given:
+            counted = own if shaped else values
+            counts = [
+                0 if rows is None else len(rows.reshape(-1, 3) if shaped else rows)
+                for rows in counted
+            ]
             columns["info"][number] = torch.tensor(counts)
     images = [getattr(item, RAW_IMAGES) for item in items]
     columns[RAW_IMAGES] = None if all(own is None for own in images) else images

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.compat.one_process import OneProcess
+from lightrft.compat.options import options_of
 from lightrft.config.strategy import OptimizerConfig
 from lightrft.config.strategy import StrategyConfig as PlacementConfig
 from lightrft.models.loading.save_model import save_model
@@ -37,7 +39,6 @@ from lightrft.workers.local import strategy_of
 _log = logging.getLogger(__name__)
 CLIENT_STATE, LATEST = "client_state.json", "latest"
 GIB = 2**30
-OPS = ("mean", "max", "sum")
 
 
 @dataclass
@@ -105,12 +106,20 @@ class StrategyOptions:
     extra_args: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_args(cls, args: Any) -> StrategyOptions:
-        """Return the options of a namespace or a mapping."""
-        given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
+    def from_args(cls, args_dict: Any) -> StrategyOptions:
+        """Return the options of a namespace, a mapping, or an object with attributes."""
+        given = options_of(args_dict)
+        given = {**given.pop("extra_args", {}), **given}
         known = {own.name for own in fields(cls)} - {"extra_args"}
         extra = {name: value for name, value in given.items() if name not in known}
         return cls(**{name: given[name] for name in known & set(given)}, extra_args=extra)
+
+    def print_config_summary(self) -> None:
+        """Print each option, and whether it is the default."""
+        for own in fields(self):
+            value, default = getattr(self, own.name), getattr(StrategyOptions(), own.name)
+            status = "Default" if value == default else "Overridden"
+            sys.stdout.write(f"{own.name}: {value} ({status})\n")
 
 
 StrategyConfig = StrategyOptions
@@ -131,6 +140,8 @@ OF_ENGINES = (
     "engine_generate_local",
     "gather_and_generate",
     "update_engine_weights",
+    "maybe_sleep_inference_engine",
+    "wakeup_inference_engine",
 )
 """LightRFT's methods that a strategy of one process does not have."""
 
@@ -201,7 +212,7 @@ class ResumedSampler(DistributedSampler):
         return max(0, super().__len__() - self.consumed)
 
 
-class TrainingStrategy:
+class TrainingStrategy(OneProcess):
     """LightRFT's calls on models, optimizers and checkpoints.
 
     Losses of micro-batches are averaged: ``backward`` divides by ``accumulated_gradient``. LightRFT
@@ -353,29 +364,47 @@ class TrainingStrategy:
             ``(actor, optimizer, scheduler)``, the same of the critic, the reward models and the
             reference.
         """
+        trained = [(actor, self.config.actor_learning_rate)]
+        if critic is not None and self.config.critic_pretrain:
+            trained.append((critic, self.config.critic_learning_rate))
+        triples = [self._scheduled(model, lr, max_steps) for model, lr in trained]
+        if len(triples) == 1:
+            triples.append((critic, None, None))
+        return self.prepare(*triples, reward_models, initial_model, is_rlhf=True)
+
+    def prepare_reward_model(
+        self, reward_model: nn.Module, args: Any = None, max_steps: int = 10**8
+    ) -> Any:
+        """Build optimizer and cosine schedule of a reward model, and prepare it.
+
+        Args:
+            reward_model: The model.
+            args: Not read: the options of the strategy count. The rate is that of the actor.
+            max_steps: Optimizer steps of the schedule.
+
+        Returns:
+            ``(model, optimizer, scheduler)``.
+        """
+        return self.prepare(
+            self._scheduled(reward_model, self.config.actor_learning_rate, max_steps)
+        )
+
+    def _scheduled(self, model: nn.Module, lr: float, max_steps: int) -> tuple[Any, Any, Any]:
         # The module of schedules imports peft, which takes a second.
         from transformers import get_scheduler
 
         config = self.config
-        trained = [(actor, config.actor_learning_rate)]
-        if critic is not None and config.critic_pretrain:
-            trained.append((critic, config.critic_learning_rate))
-        triples: list[Any] = []
-        for model, lr in trained:
-            optimizer = self.create_optimizer(
-                model, lr=lr, betas=config.adam_betas, weight_decay=config.l2
-            )
-            scheduler = get_scheduler(
-                "cosine_with_min_lr",
-                optimizer,
-                num_warmup_steps=math.ceil(max_steps * config.lr_warmup_ratio),
-                num_training_steps=max_steps,
-                scheduler_specific_kwargs={"min_lr": lr * 0.1},
-            )
-            triples.append((model, optimizer, scheduler))
-        if len(triples) == 1:
-            triples.append((critic, None, None))
-        return self.prepare(*triples, reward_models, initial_model, is_rlhf=True)
+        optimizer = self.create_optimizer(
+            model, lr=lr, betas=config.adam_betas, weight_decay=config.l2
+        )
+        scheduler = get_scheduler(
+            "cosine_with_min_lr",
+            optimizer,
+            num_warmup_steps=math.ceil(max_steps * config.lr_warmup_ratio),
+            num_training_steps=max_steps,
+            scheduler_specific_kwargs={"min_lr": lr * 0.1},
+        )
+        return model, optimizer, scheduler
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Any, name: str = "model") -> None:
         """Add the gradient of a micro-batch's mean loss.
@@ -551,39 +580,9 @@ class TrainingStrategy:
         self.inner.load(self._state(model), folder / tag)
         return str(folder / tag), json.loads((folder / tag / CLIENT_STATE).read_text())
 
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Return ``data``, which one process has reduced. A number becomes a float.
-
-        Args:
-            data: A tensor, a number, or a dictionary of them.
-            op: ``mean``, ``max`` or ``sum``.
-
-        Raises:
-            ConfigError: ``op`` is another word.
-        """
-        if op not in OPS:
-            raise ConfigError(f"op = {op!r}: must be one of {', '.join(OPS)}")
-        if isinstance(data, dict):
-            return {name: self.all_reduce(value, op) for name, value in data.items()}
-        return data if isinstance(data, Tensor) else float(data)
-
-    def all_gather(self, data: Any) -> Any:
-        """Return the tensor of one process, or a dictionary of them. A number becomes ``[1]``."""
-        if isinstance(data, dict):
-            return {name: self.all_gather(value) for name, value in data.items()}
-        return data if isinstance(data, Tensor) else torch.tensor([float(data)])
-
     def print(self, *msg: object) -> None:
         """Print on standard output."""
         sys.stdout.write(" ".join(str(part) for part in msg) + "\n")
-
-    def is_rank_0(self) -> bool:
-        """Return True: there is one process."""
-        return True
-
-    def get_rank(self) -> int:
-        """Return 0: there is one process."""
-        return 0
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the transformers or peft model of an actor, or ``model``."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightrft.models.actor import Backbone
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention.padded import Given
-from lightrft.models.public.actor import PublicActor, refuse
+from lightrft.models.multimodal.derived import padded
+from lightrft.models.public.actor import PublicActor, refuse, split_tensors, uncounted
 from lightrft.utils.errors import ModelError
 
 Clips = Tensor | Sequence[Tensor]
@@ -57,7 +58,8 @@ class ActorAL(PublicActor):
     ``feature_attention_mask [clips, frames]`` marks the valid frames of a clip. Without it all
     given frames are valid. If these make more features than the clip has placeholders in
     ``sequences``, only as many count as fit the placeholders. A batch without placeholders is text
-    alone.
+    alone. Other families than Qwen2-Audio and Voxtral take the tensors of their own processor, of
+    which ``audio_values`` and ``feature_attention_mask`` are names of the content and its mask.
     """
 
     modality: ClassVar[ActorModality] = ActorModality.AUDIO_LANGUAGE
@@ -75,6 +77,7 @@ class ActorAL(PublicActor):
         packed_seq_lens: Sequence[int] | None = None,
         audio_values: Clips | None = None,
         feature_attention_mask: Tensor | None = None,
+        **others: Tensor | None,
     ) -> Any:
         """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
@@ -98,13 +101,14 @@ class ActorAL(PublicActor):
             packed_seq_lens: Lengths of the packed samples.
             audio_values: Log-mel frames of the clips, in order. ``None`` for text alone.
             feature_attention_mask: ``[clips, frames]``, 1 for valid frames.
+            **others: Further tensors of the family's processor, such as ``audio_embed_sizes``.
 
         Raises:
             ModelError: Pictures or videos are given, or two names hold different clips.
         """
         refuse(_NO_PICTURES, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
         clips = clips_of(audio_values, pixel_values)
-        media = audio_media(self.actor, sequences, clips, feature_attention_mask)
+        media = audio_media(self.actor, sequences, clips, feature_attention_mask, others)
         return self.score_rows(
             sequences, num_actions, attention_mask, return_output, packed_seq_lens, media
         )
@@ -119,7 +123,7 @@ class ActorAL(PublicActor):
         video_grid_thw: object = None,
         feature_attention_mask: Tensor | None = None,
         input_features: Clips | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
@@ -137,7 +141,7 @@ class ActorAL(PublicActor):
             video_grid_thw: Must be ``None``.
             feature_attention_mask: ``[clips, frames]``, 1 for valid frames.
             input_features: Another name of ``audio_values``.
-            **kwargs: Options of ``PublicActor.sample_rows``.
+            **kwargs: Options of ``PublicActor.sample_rows``, and tensors as in ``forward``.
 
         Raises:
             ModelError: Pictures or videos are given, or two names of the audio input.
@@ -150,15 +154,17 @@ class ActorAL(PublicActor):
                 "input_features and audio_values are two names of one input: give one of them"
             )
         clips = clips_of(audio_values, pixel_values)
-        return self.sample_rows(
-            input_ids,
-            audio_media(self.actor, input_ids, clips, feature_attention_mask),
-            kwargs,
-        )
+        others, options = split_tensors(kwargs)
+        media = audio_media(self.actor, input_ids, clips, feature_attention_mask, others)
+        return self.sample_rows(input_ids, media, options)
 
 
 def audio_media(
-    backbone: Backbone, ids: Tensor, values: Clips | None, mask: Tensor | None
+    backbone: Backbone,
+    ids: Tensor,
+    values: Clips | None,
+    mask: Tensor | None,
+    others: Given | None = None,
 ) -> Given:
     """Return clips by input name, in the form of the model's tower.
 
@@ -167,28 +173,51 @@ def audio_media(
         ids: Token ids of all samples, with a placeholder for each feature.
         values: Log-mel frames of the clips, in order. ``None`` for none.
         mask: ``[clips, frames]``, 1 for valid frames. ``None``: as many as fit the placeholders.
+        others: Further tensors by name. ``None`` for none.
 
     Raises:
         ModelError: The model cannot hear.
     """
-    if values is None:
+    further = {name: given for name, given in uncounted(others).items() if given is not None}
+    if values is None and not further:
         return {}
     reader = backbone.family.reader
     config = backbone.base.config
-    towers = () if reader is None else reader.towers
-    hearing = [tower for tower in towers if tower.kind == "audio"]
-    arrange = hearing[0].arrange if hearing else None
-    if arrange is None:
+    hearing = [t for t in (() if reader is None else reader.towers) if t.kind == "audio"]
+    if not hearing:
         raise ModelError(f"audio_values: model type {config.model_type!r} cannot take them")
     placed = ids == hearing[0].token_id(config)
     if not placed.any():
         return {}
-    lengths = None if mask is None else mask.long().sum(-1).tolist()
+    content = hearing[0].inputs[0]
+    if values is None and content not in further:
+        return further
+    values = further.pop(content) if values is None else values
     clips = list(values)
-    places = _blocks(placed)
-    # adjacent clips have one run of placeholders, which does not tell where one ends
-    known = places if len(places) == len(clips) else None
-    return arrange(backbone.base, clips, lengths, known)
+    if (arrange := hearing[0].arrange) is not None:
+        lengths = None if mask is None else mask.long().sum(-1).tolist()
+        places = _blocks(placed)
+        # adjacent clips have one run of placeholders, which does not tell where one ends
+        known = places if len(places) == len(clips) else None
+        return {**arrange(backbone.base, clips, lengths, known), **further}
+    inputs = hearing[0].inputs
+    marks = [name for name in inputs if name.endswith("_mask")]
+    if mask is not None and not marks:
+        problem = f"model type {config.model_type!r} reads no mask of frames; leave it out"
+        raise ModelError(f"feature_attention_mask: {problem}")
+    media = {content: padded([clip[None] for clip in clips]), **further}
+    if mask is not None:
+        media[marks[0]] = mask
+    for name in [name for name in further if name.endswith("_mask")]:
+        if backbone.family.own_forward is None and name not in inputs:
+            # Such a mask selects features after the padding of clips. Without padding, it selects all.
+            if not media[name].all():
+                raise ModelError(
+                    f"{name}: model type {config.model_type!r} reads clips of unequal length in "
+                    "separate calls; give clips of one length"
+                )
+            del media[name]
+    return media
 
 
 def _blocks(placed: Tensor) -> list[int]:

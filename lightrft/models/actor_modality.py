@@ -35,6 +35,6 @@ def get_supported_parameters(modality: ActorModality) -> set[str]:
     return set(MODALITY_PARAMETERS.get(modality, frozenset()))
 
 
-def supports_parameter(modality: ActorModality, parameter: str) -> bool:
-    """Return ``True`` if an actor of ``modality`` takes the input ``parameter``."""
-    return parameter in get_supported_parameters(modality)
+def supports_parameter(modality: ActorModality, param_name: str) -> bool:
+    """Return ``True`` if an actor of ``modality`` takes the input ``param_name``."""
+    return param_name in get_supported_parameters(modality)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.public.actor import PublicActor, PublicCritic
+from lightrft.models.attention.padded import Given
+from lightrft.models.public.actor import PublicActor, PublicCritic, split_tensors, uncounted
 
 Grid = Tensor | Sequence[Tensor | None]
 """``[n, 3]`` patches along time, height and width of each picture or video, or a list with one
@@ -19,6 +20,7 @@ entry per sample."""
 class ActorVL(PublicActor):
     """A policy that reads text, pictures and videos.
 
+    All tensors of the family's processor are taken by name, joined over the samples of the batch.
     ``pixel_values`` and ``pixel_values_videos`` concatenate the media of the batch's samples, in
     the format of the family's processor. ``sequences`` hold one placeholder token for each feature
     that the tower computes from them.
@@ -37,6 +39,7 @@ class ActorVL(PublicActor):
         video_grid_thw: Grid | None = None,
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
+        **others: Tensor | None,
     ) -> Any:
         """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
@@ -54,8 +57,10 @@ class ActorVL(PublicActor):
             video_grid_thw: ``[videos, 3]`` patches along time, height and width.
             return_output: Also return the model's output, with logits of every token.
             packed_seq_lens: Lengths of the packed samples.
+            **others: Further tensors of the family's processor, such as ``image_sizes``.
         """
-        media = vision_media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        grids = image_grid_thw, video_grid_thw
+        media = vision_media(pixel_values, grids[0], pixel_values_videos, grids[1], others)
         return self.score_rows(
             sequences, num_actions, attention_mask, return_output, packed_seq_lens, media
         )
@@ -67,7 +72,7 @@ class ActorVL(PublicActor):
         image_grid_thw: Grid | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Grid | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
@@ -80,13 +85,12 @@ class ActorVL(PublicActor):
             image_grid_thw: ``[pictures, 3]`` patches along time, height and width.
             pixel_values_videos: Patches of all videos. ``None`` for none.
             video_grid_thw: ``[videos, 3]`` patches along time, height and width.
-            **kwargs: Options of ``PublicActor.sample_rows``.
+            **kwargs: Options of ``PublicActor.sample_rows``, and tensors as in ``forward``.
         """
-        return self.sample_rows(
-            input_ids,
-            vision_media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw),
-            kwargs,
-        )
+        others, options = split_tensors(kwargs)
+        grids = image_grid_thw, video_grid_thw
+        media = vision_media(pixel_values, grids[0], pixel_values_videos, grids[1], others)
+        return self.sample_rows(input_ids, media, options)
 
 
 class CriticVL(PublicCritic):
@@ -105,6 +109,7 @@ class CriticVL(PublicCritic):
         video_grid_thw: Grid | None = None,
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
+        **others: Tensor | None,
     ) -> Any:
         """Return the values of the states before the actions, see ``PublicCritic.value_rows``.
 
@@ -119,8 +124,10 @@ class CriticVL(PublicCritic):
             video_grid_thw: ``[videos, 3]`` patches along time, height and width.
             return_output: Also return the values of all states.
             packed_seq_lens: Lengths of the packed samples.
+            **others: Further tensors of the family's processor, such as ``image_sizes``.
         """
-        media = vision_media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        grids = image_grid_thw, video_grid_thw
+        media = vision_media(pixel_values, grids[0], pixel_values_videos, grids[1], others)
         return self.value_rows(
             input_ids, num_actions, attention_mask, return_output, packed_seq_lens, media
         )
@@ -131,6 +138,7 @@ def vision_media(
     image_grid_thw: Grid | None,
     pixel_values_videos: Tensor | None,
     video_grid_thw: Grid | None,
+    others: Given | None = None,
 ) -> dict[str, Tensor | None]:
     """Return pictures and videos by input name.
 
@@ -139,12 +147,14 @@ def vision_media(
         image_grid_thw: ``[pictures, 3]`` patches along time, height and width.
         pixel_values_videos: Patches of all videos. ``None`` for none.
         video_grid_thw: ``[videos, 3]`` patches along time, height and width.
+        others: Further tensors by name. ``None`` for none.
     """
     return {
         "pixel_values": pixel_values,
         "image_grid_thw": _grid(image_grid_thw),
         "pixel_values_videos": pixel_values_videos,
         "video_grid_thw": _grid(video_grid_thw),
+        **uncounted(others),
     }
 
 

@@ -324,3 +324,27 @@ def test_a_batch_moves_as_a_whole_and_can_be_pickled():
     assert moved.sequences.device.type == moved.info["reward"].device.type == "meta"
     again = pickle.loads(pickle.dumps(batch()))
     assert torch.equal(again.sequences, batch().sequences)
+
+
+def test_patches_without_grids_belong_to_samples_by_the_number_of_their_pictures():
+    from lightrft.trainer import ExperienceVL, NaiveReplayBufferVL
+
+    rows, pixels = torch.ones(3, 4), torch.arange(3.0)[:, None]
+    fields = ("action_log_probs", "returns", "advantages", "action_mask", "attention_mask")
+    own = dict.fromkeys(fields, rows)
+
+    def batch(**info):
+        return ExperienceVL(rows.long(), pixel_values=pixels, info=info, **own)
+
+    buffer = NaiveReplayBufferVL(3)
+    buffer.append(batch(image_num=[2, 0, 1]))
+    first, none, last = buffer.items
+    assert first.pixel_values.tolist() == [[0], [1]] and last.pixel_values.tolist() == [[2]]
+    assert none.pixel_values is None
+    joined = buffer.collate_fn([last, none, first])
+    assert joined.pixel_values.tolist() == [[2], [0], [1]]
+    assert joined.info["image_num"].tolist() == [1, 0, 2]
+    buffer.append(batch())
+    assert [len(item.pixel_values) for item in buffer.items[3:]] == [1, 1, 1]
+    with pytest.raises(DataError, match=r"pixel_values has 3 rows for 3 samples; .*'image_num'"):
+        buffer.append(batch(image_num=[2, 0, 0]))

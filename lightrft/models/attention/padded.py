@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,14 @@ from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import SegmentPlan
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
+    check_readable,
     merge_multimodal_inputs,
     own_keywords,
+    unsampled,
 )
-from lightrft.types import Ragged, Segments
+from lightrft.models.multimodal.own_forward import states_of_call
+from lightrft.models.multimodal.towers import Tower
+from lightrft.types import Media, Ragged, Segments
 from lightrft.utils.errors import ModelError
 
 Given = Mapping[str, Tensor | None]
@@ -33,7 +38,7 @@ class PaddedRows:
         mask: ``[B, L]``, 0 for padding. A packed row holds 1..n for its samples, 0 after the last.
         lengths: Lengths of the samples of a packed row. ``None`` if each row is one sample.
         num_actions: Sampled tokens at the end of each sample: a column count, or one number per
-            packed sample.
+            sample.
     """
 
     tokens: Tensor
@@ -103,6 +108,16 @@ class PaddedRows:
 
         Raises ``ModelError`` for media that do not fit the model or the placeholders.
         """
+        if self.lengths is None and bool(
+            ((self.mask == 0).diff(dim=1) & (self.mask[:, 1:] != 0)).any()
+        ):
+            # Some families, such as Llama 4, count chunks from the first column.
+            order = (self.mask == 0).long().argsort(dim=1, stable=True)
+            moved = PaddedRows(
+                self.tokens.gather(1, order), self.mask.gather(1, order), None, self._sampled()
+            )
+            states = moved.states(backbone, media)
+            return states.gather(1, order.argsort(1)[..., None].expand_as(states))
         if self.lengths is not None:
             packed, lengths = self._packed(backbone)
         else:
@@ -110,6 +125,11 @@ class PaddedRows:
             lengths = real.sum(1).tolist()
             # padding gets position 1: it must be a valid one, and is not read
             positions = (real.long().cumsum(-1) - 1).masked_fill(~real, 1)
+            if backbone.family.own_forward is not None:
+                backbone.use_attention("padded")
+                ids = {"input_ids": self.tokens, "attention_mask": real.long()}
+                made = {**ids, "position_ids": positions, **self.keywords(backbone, media)}
+                return states_of_call(backbone.base, made)
             source = torch.where(real.flatten(), real.flatten().long().cumsum(0) - 1, -1)
             none = source.new_zeros(0)
             packed = Packed(self.tokens, positions, None, none, None, source, real.long())
@@ -130,12 +150,22 @@ class PaddedRows:
             if values is not None:
                 # as one row: the model's own forward takes the media of all samples together
                 rows[name] = Ragged(values, torch.tensor([len(values)]))
-        if not rows:
+        own = backbone.family.own_forward
+        if not rows and own is None:
             return {}
-        if backbone.family.reader is None:
-            kind = f"model type {backbone.base.config.model_type!r}"
-            raise ModelError(f"{kind} cannot read media ({', '.join(rows)})")
-        return own_keywords(backbone.base, backbone.family.reader, self.tokens, rows)
+        further = {}
+        if own is not None:
+            # The caller's indices are counted over all rows already.
+            taken = set(inspect.signature(backbone.base.forward).parameters)
+            read = {name for names in own.inputs.values() for name in names} - set(own.indices)
+            further = {name: rows[name].values for name in rows.keys() & taken - read}
+        run = Segments(
+            self.tokens.flatten(),
+            torch.tensor([self.tokens.numel()]),
+            {name: values for name, values in rows.items() if name not in further},
+        )
+        reader = check_readable(backbone.base, backbone.family.reader, (run,))
+        return own_keywords(backbone.base, reader, self.tokens, rows) | further
 
     def _packed(self, backbone: Backbone) -> tuple[Packed, list[int]]:
         """Build one flat row of samples that do not attend to each other. Positions after the last
@@ -162,16 +192,18 @@ class PaddedRows:
             return None
         # without padding, so that placeholders and features are in the same order
         tokens = self.tokens[self.mask != 0] if self.lengths is None else self.tokens[0]
-        runs = rows_with_media(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
-        try:
-            begun = self._sampled() if is_prefix_lm else ()
+        sizes = torch.tensor(lengths, device=tokens.device)
+
+        def merged(begun: Sequence[int]) -> MergedInputs | None:
+            runs = rows_with_media(backbone, tokens, sizes, media, begun)
             return merge_multimodal_inputs(backbone.base, backbone.family, runs, begun=begun)
+
+        try:
+            return merged(self._sampled() if is_prefix_lm else ())
         except ModelError:
             # Placeholders and features differ in number: some placeholder was sampled, which stands
             # for no media. Without the actions the numbers may agree.
-            return merge_multimodal_inputs(
-                backbone.base, backbone.family, runs, begun=self._sampled()
-            )
+            return merged(self._sampled())
 
     def _sampled(self) -> list[int]:
         """Return the number of actions at the end of each sample."""
@@ -180,8 +212,10 @@ class PaddedRows:
         if isinstance(self.num_actions, int):
             actions = self.mask[:, self.mask.shape[1] - self.num_actions :]
             return actions.sum(1).tolist()
+        if self.lengths is None:
+            return list(self.num_actions)
         # samples of length 0 are no runs
-        return [some for some, length in zip(self.num_actions, self.lengths or ()) if length]
+        return [some for some, length in zip(self.num_actions, self.lengths) if length]
 
 
 def rows_with_media(
@@ -189,6 +223,7 @@ def rows_with_media(
     tokens: Tensor,
     lengths: Tensor,
     media: dict[str, Tensor],
+    begun: Sequence[int] = (),
 ) -> Segments:
     """Return samples with their media.
 
@@ -197,23 +232,65 @@ def rows_with_media(
         tokens: ``[N]`` tokens of all samples, without padding.
         lengths: ``[B]``.
         media: Media by input name, concatenated over all samples.
+        begun: Last tokens of each sample in which no placeholder stands for media.
 
-    Media tensors do not say which rows belong to which sample. But they are in order, and exactly
-    the samples with placeholders have media. So each of these samples gets one row, and the last of
-    them the rest.
+    Media tensors do not say which rows belong to which sample. But they are in order,
+    and exactly the samples with placeholders have media. The placeholders of an item are a run, or
+    are as many as its grid lets expect.
     """
     of = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), lengths)
+    real = unsampled(lengths, begun)
     reader = backbone.family.reader
     ragged = {}
     for name, values in media.items():
-        ids = []
-        for tower in () if reader is None else reader.towers:
-            if name in tower.inputs:
-                ids.append(tower.token_id(backbone.base.config))
-        placed = torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))
-        # one row of media for each sample with a placeholder; the last one then gets the rest
-        share = torch.zeros_like(lengths).index_fill_(0, of[placed], 1)
-        last = int(share.nonzero().max()) if placed.any() else 0
-        share[last] += len(values) - int(share.sum())
-        ragged[name] = Ragged(values.to(tokens.device), share)
+        ragged[name] = Ragged(values.to(tokens.device), torch.zeros_like(lengths))
+    for tower in () if reader is None else reader.towers:
+        places = ((tokens == tower.token_id(backbone.base.config)) & real).nonzero()[:, 0]
+        if len(places):
+            for name, share in _shares(tower, places, of, len(lengths), ragged).items():
+                ragged[name].lengths = share
+    for rows in ragged.values():
+        rows.lengths[0] += len(rows.values) - int(rows.lengths.sum())
     return Segments(tokens, lengths, ragged)
+
+
+def _shares(
+    tower: Tower, places: Tensor, of: Tensor, count: int, media: Media
+) -> dict[str, Tensor]:
+    """Return the number of rows ``[B]`` of each input of ``tower`` that each sample has.
+
+    Args:
+        tower: The tower.
+        places: ``[P]`` the placeholders, in order.
+        of: ``[N]`` the sample of each token.
+        count: Number of samples.
+        media: Media by input name.
+    """
+    shares = {}
+    grids = [media[name].values for name in tower.inputs if name in media and name.endswith(GRIDS)]
+    placed = of[places]
+    begins = torch.ones_like(places, dtype=torch.bool)
+    begins[1:] = (places.diff() > 1) | (placed.diff() > 0)
+    owner = placed[begins]
+    sizes = grids[0].prod(-1) if grids else placed[:0]
+    if len(sizes) not in (0, len(owner)):
+        middles = sizes.cumsum(0) - sizes // 2
+        owner = placed[middles * len(placed) // int(sizes.sum())]
+    # one row for each sample with a placeholder, as far as they go; the last gets the rest
+    having = placed.unique()
+    for name in tower.inputs:
+        if name not in media:
+            continue
+        rows = len(media[name].values)
+        owners, patches = having[:rows], torch.ones_like(having[:rows])
+        if len(sizes) and rows in (len(sizes), int(sizes.sum())):
+            owners, patches = owner, sizes if rows > len(sizes) else torch.ones_like(sizes)
+        elif rows:
+            patches[-1] += rows - len(owners)
+        none = torch.zeros(count, dtype=torch.long, device=placed.device)
+        shares[name] = none.index_add_(0, owners, patches)
+    return shares
+
+
+GRIDS = ("_grid_thw", "target_sizes")
+"""Endings of the names of the patches ``[items, axes]`` along each axis of an item."""

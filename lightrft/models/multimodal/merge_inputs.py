@@ -214,7 +214,7 @@ def merge_multimodal_inputs(
     any_media = has_media(prompts) or has_media(responses)
     if not any_media and not family.is_prefix_lm and (reader is None or not every_tower):
         return None
-    reader = _check_readable(model, reader, (prompts, responses))
+    reader = check_readable(model, reader, (prompts, responses))
     # one tower call for prompts and responses; the batch may have no responses
     both = prompts
     if len(responses):
@@ -230,7 +230,7 @@ def merge_multimodal_inputs(
     found: list[Features] = []
     values: list[Tensor] = []
     placed = 0
-    inside = _inside(both.lengths, begun)
+    inside = unsampled(both.lengths, begun)
     for tower in reader.towers:
         if tower.kind not in outputs.features:
             continue
@@ -311,12 +311,21 @@ def _blank_calls(reader: ModalityEncoder, media: Media) -> dict[str, tuple[int, 
     return calls
 
 
-def _check_readable(
+def check_readable(
     model: PreTrainedModel,
     reader: ModalityEncoder | None,
     runs: Sequence[Segments],
 ) -> ModalityEncoder:
-    """Return ``reader``. Raises ``ModelError`` if it does not read all media of ``runs``."""
+    """Return ``reader``.
+
+    Args:
+        model: The transformers model.
+        reader: The family's towers, or ``None``.
+        runs: Runs with media.
+
+    Raises:
+        ModelError: The family does not read all media of ``runs``.
+    """
     names = set()
     for segments in runs:
         names |= {name for name, rows in segments.media.items() if rows.values.numel()}
@@ -441,7 +450,7 @@ def zero_of_parameters(model: PreTrainedModel, reader: ModalityEncoder) -> Tenso
     return zero
 
 
-def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
+def unsampled(lengths: Tensor, begun: Sequence[int]) -> Tensor:
     """Return ``[N]`` bool: tokens that are not part of a resumed response."""
     runs = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     step = torch.arange(len(runs), device=lengths.device) - (lengths.cumsum(0) - lengths)[runs]
@@ -468,8 +477,9 @@ def _places(
         token: Another token than the placeholder.
     """
     token = tower.token_id(model.config) if token is None else token
-    rows = next(both.media[name].lengths for name in tower.inputs if name in both.media)
-    with_media = torch.repeat_interleave(rows > 0, both.lengths)
+    # An input may have one row for the items of several runs.
+    rows = [both.media[name].lengths for name in tower.inputs if name in both.media]
+    with_media = torch.repeat_interleave(torch.stack(rows).amax(0) > 0, both.lengths)
     return ((both.tokens == token) & with_media & inside).nonzero()[:, 0]
 
 
@@ -518,7 +528,7 @@ def _positions(
 ) -> Tensor:
     """Return ``[axes, N]`` positions of the prompts' tokens, then the responses', which continue
     their prompt's as text does."""
-    inside = _inside(prompts.lengths, begun)
+    inside = unsampled(prompts.lengths, begun)
     rows = _rope(model, reader, prompts, inside)
     if prompt_of is None or not len(responses):
         return torch.cat(rows, dim=1)

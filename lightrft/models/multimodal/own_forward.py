@@ -5,7 +5,7 @@ Rows are padded. There is one call for each prompt and its responses, whose medi
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -118,21 +118,31 @@ def rows_by_prompt(batch: Batch, final: bool) -> list[Tensor]:
 def _states(backbone: Backbone, batch: Batch, final: bool) -> Tensor:
     """Return the last hidden states ``[S, T, H]``: what the head reads in one call."""
     packed = pack(batch, "padded", final=final)
-    taken: list[Tensor] = []
-
-    def take(states: Tensor) -> Tensor:
-        taken.append(states)
-        return states[:, -1:]
-
     if backbone.experts is not None:
         backbone.experts.replay(packed.experts_of(packed.source))
     inputs = own_inputs(backbone.base, backbone.family, batch, packed)
     with (
         _towers_once(backbone.base, backbone.family, len(packed.input_ids)),
         noisy_embeddings(backbone.base, packed.noise, packed.source),
-        head_input(backbone.base.get_output_embeddings(), take),
     ):
-        backbone.base(**inputs, use_cache=False)
+        return states_of_call(backbone.base, inputs)
+
+
+def states_of_call(model: PreTrainedModel, inputs: Mapping[str, object]) -> Tensor:
+    """Return what the head reads ``[S, T, H]`` in one call of the model's own forward.
+
+    Args:
+        model: The transformers model.
+        inputs: Keywords of the call.
+    """
+    taken: list[Tensor] = []
+
+    def take(states: Tensor) -> Tensor:
+        taken.append(states)
+        return states[:, -1:]
+
+    with head_input(model.get_output_embeddings(), take):
+        model(**inputs, use_cache=False)
     return taken[0]
 
 

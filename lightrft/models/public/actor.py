@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +44,35 @@ _GENERATE: dict[str, Any] = {
     "top_p": None,
     "use_cache": True,
 }
+
+
+COUNTED = (
+    *("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"),
+    "cross_attention_mask",
+)
+"""Tensors of processors that follow from the token ids, and are computed for whole rows."""
+
+
+def split_tensors(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the media among keywords of ``generate``, and its options.
+
+    Args:
+        given: The keywords. A tensor is of the media, unless its name is that of an option.
+    """
+    media = {k: v for k, v in given.items() if isinstance(v, Tensor) and k not in _GENERATE}
+    return media, {k: v for k, v in given.items() if k not in media}
+
+
+def uncounted(given: Mapping[str, Any] | None) -> dict[str, Tensor | None]:
+    """Return the tensors of ``given`` that do not follow from the token ids.
+
+    Raises ``TypeError`` for something else than a tensor or ``None``, which a typing error gives.
+    """
+    given = given or {}
+    odd = [k for k, value in given.items() if not (value is None or isinstance(value, Tensor))]
+    if odd:
+        raise TypeError(f"got an unexpected keyword argument {', '.join(odd)}, which is no tensor")
+    return {name: value for name, value in given.items() if name not in COUNTED}
 
 
 def refuse(why: str, **given: object) -> None:
@@ -117,6 +146,8 @@ class PublicActor(PublicModel):
         packing_samples: ``forward`` takes rows of several samples.
         high_entropy_token_ratio: Above 0, the output of ``forward`` carries ``action_entropy``.
         load_in_4bit: Load the weights quantised to 4 bits.
+        disable_logprobs_flashattn: Not read: log-probs need no flash-attn.
+        fused_linear_logprob: Not read: log-probs are computed in chunks in any case.
 
     Raises:
         ModelError: The model cannot be loaded or adapted.
@@ -139,6 +170,8 @@ class PublicActor(PublicModel):
         high_entropy_token_ratio: float = 0.0,
         *,
         load_in_4bit: bool = False,
+        disable_logprobs_flashattn: bool = False,
+        fused_linear_logprob: bool = False,
     ) -> None:
         super().__init__()
         loader = ModelLoader(use_flash_attention_2, bf16, ds_config, device_map, load_in_4bit)
@@ -312,12 +345,13 @@ class PublicCritic(PublicModel):
         lora_dropout: Dropout probability of the adapters' input.
         target_modules: Layers that get adapters. ``None`` selects every linear layer but the output
             head.
-        ds_config: DeepSpeed's settings. With ZeRO stage 3, the model is loaded in shards.
-        device_map: Placement of the weights, passed to transformers.
-        packing_samples: ``forward`` takes rows of several samples.
         normalize_reward: Shift and scale values by ``mean`` and ``std`` of the model's config.
+        ds_config: DeepSpeed's settings. With ZeRO stage 3, the model is loaded in shards.
         init_value_head: Initialise the head even if the folder holds one.
         value_head_prefix: Attribute name of the head on this module.
+        device_map: Placement of the weights, passed to transformers.
+        packing_samples: ``forward`` takes rows of several samples.
+        load_in_4bit: Load the weights quantised to 4 bits.
     """
 
     modality: ClassVar[ActorModality]
@@ -331,15 +365,17 @@ class PublicCritic(PublicModel):
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         target_modules: str | list[str] | None = None,
-        ds_config: dict[str, Any] | None = None,
-        device_map: str | dict[str, object] | None = None,
-        packing_samples: bool = False,
         normalize_reward: bool = False,
+        ds_config: dict[str, Any] | None = None,
         init_value_head: bool = False,
         value_head_prefix: str = "score",
+        device_map: str | dict[str, object] | None = None,
+        packing_samples: bool = False,
+        *,
+        load_in_4bit: bool = False,
     ) -> None:
         super().__init__()
-        loader = ModelLoader(use_flash_attention_2, bf16, ds_config, device_map, False)
+        loader = ModelLoader(use_flash_attention_2, bf16, ds_config, device_map, load_in_4bit)
         model, config = loader.model(pretrain_or_model)
         if lora_rank > 0:
             model = adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)

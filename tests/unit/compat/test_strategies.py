@@ -233,3 +233,68 @@ def test_options_keep_what_has_no_field():
     config = StrategyConfig.from_args(args(pretrain="a-model"))
     assert config.max_norm == 0.5 and config.extra_args == {"pretrain": "a-model"}
     assert get_strategy(args(pretrain="a-model")).args.pretrain == "a-model"
+
+
+def test_options_of_a_class_are_options_of_its_objects():
+    class Options:
+        train_batch_size = 6
+        micro_train_batch_size = 3
+
+    class Slots:
+        __slots__ = ("max_norm",)
+
+    slots = Slots()
+    slots.max_norm = 0.25
+    assert get_strategy(Options()).accumulated_gradient == 2
+    assert get_strategy(slots).max_norm == 0.25
+    config = StrategyConfig.from_args(args_dict={"l2": 0.5, "extra_args": {"a": 1}, "b": 2})
+    assert (config.l2, config.extra_args) == (0.5, {"a": 1, "b": 2})
+    assert StrategyConfig.from_args(config) == config
+
+
+def test_the_summary_of_options_names_those_that_differ_from_the_defaults(capsys):
+    StrategyConfig(l2=0.5).print_config_summary()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "Overridden" in line] == ["l2: 0.5 (Overridden)"]
+
+
+def test_a_moving_average_follows_the_weights_once_per_optimizer_step():
+    strategy = get_strategy(args())
+    model, average = net(), net()
+    before = weights(average)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    frozen = next(model.parameters()).requires_grad_(False)
+    for _ in range(strategy.accumulated_gradient):
+        assert torch.equal(weights(average), before)
+        strategy.moving_average(model, average, beta=0.75)
+    assert torch.allclose(weights(average)[frozen.numel() :], before[frozen.numel() :] + 0.25)
+    assert torch.equal(weights(average)[: frozen.numel()], before[: frozen.numel()])
+
+
+def test_the_calls_of_lightrfts_loops_on_memory_leave_the_numbers():
+    plain, moved = get_strategy(args()), get_strategy(args())
+    one, other = prepared(plain), prepared(moved)
+    train(plain, one, ROWS[:4])
+    for some in (ROWS[:2], ROWS[2:4]):
+        moved.maybe_load_optimizer(other[1])
+        train(moved, other, some)
+        assert moved.maybe_offload_optimizer(other[1]) is other[1]
+        moved.reload_model(moved.offload_model([other[0]]))
+    assert torch.equal(weights(one[0]), weights(other[0]))
+    assert moved.prepare_model(net(), is_training=True, shard_size=8).training
+    assert moved.get_ds_train_config(is_actor=True) is None is moved.get_ds_eval_config()
+    with pytest.raises(AttributeError, match="wakeup_inference_engine: get_strategy has no engine"):
+        moved.wakeup_inference_engine()
+
+
+def test_a_reward_model_gets_the_schedule_of_an_actor():
+    strategy = get_strategy(args(actor_learning_rate=0.1, lr_warmup_ratio=0.5))
+    model, optimizer, scheduler = strategy.prepare_reward_model(net(), max_steps=4)
+    rates = []
+    for some in ROWS[:8]:
+        strategy.backward(loss_of(model, some), model, optimizer)
+        info = strategy.optimizer_step(optimizer, model, scheduler)
+        rates += [] if info is None else [info.lr]
+    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.055])

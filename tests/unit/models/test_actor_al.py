@@ -323,5 +323,5 @@ def test_what_cannot_hear_says_so_and_unknown_keywords_are_rejected(example):
         ActorAL(small_model("qwen2"))(ids, 3, audio_values=example.whole)
     with pytest.raises(TypeError, match="max_tokens"):
         actor.generate(ids, max_tokens=3)
-    with pytest.raises(TypeError, match="input_features"):
-        actor(ids, 3, input_features=None)
+    with pytest.raises(TypeError, match="input_feature, which is no tensor"):
+        actor(ids, 3, input_feature=3)

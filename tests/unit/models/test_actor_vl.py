@@ -447,8 +447,10 @@ def test_unknown_keywords_are_rejected(example):
     actor, (ids, _) = actor_of(example, torch.float32), example.left()
     with pytest.raises(TypeError, match="max_tokens"):
         actor.generate(ids, max_tokens=3, **example.media)
-    with pytest.raises(TypeError, match="audio_values"):
-        actor(ids, 3, audio_values=None)
+    with pytest.raises(ModelError, match=r"cannot read media \(audio_values\)"):
+        actor(ids, 3, audio_values=torch.zeros(1, 80, 30))
+    with pytest.raises(TypeError, match="audio_values, which is no tensor"):
+        actor(ids, 3, audio_values=True)
     with pytest.raises(TypeError, match="pixels"):
         ActorVL(str(example.rig.path), pixels=3)
 
