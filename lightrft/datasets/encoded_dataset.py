@@ -1,30 +1,30 @@
-"""The dataset of encoded rows, which prompts and training examples share."""
+"""The dataset of encoded rows, which prompts and training examples share, mixed from its sources."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from lightrft.config.data import DataConfig
-from lightrft.datasets.cache_key import stamps, token_cache_of
 from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.column_cache import ColumnCache, Entry, Names
+from lightrft.datasets.column_cache import ColumnCache, Entry, Names, stamps, token_cache_of
 from lightrft.datasets.judgement.judgement_rows import JudgementRows
 from lightrft.datasets.media.prefetch import Fetcher
-from lightrft.datasets.mixing import blend
 from lightrft.datasets.open_source import media_root, open_source, source_name
 from lightrft.datasets.row_parser import ParsedRow
 from lightrft.datasets.row_tables import Indexes, MalformedRow, Rows, TextIndex, with_way_out
 from lightrft.datasets.row_warnings import UnknownText, first_place, note_unread, unread_columns
 from lightrft.datasets.rows.recorded_row import recorded
 from lightrft.utils.errors import ConfigError, DataError
+from lightrft.utils.seeding import RandomStream, numpy_generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -446,3 +446,62 @@ def unique_names(names: Sequence[str]) -> list[str]:
         taken.add(given)
         unique.append(given)
     return unique
+
+
+Blend = Literal["concat", "sample", "sample_all"]
+Order: TypeAlias = "np.ndarray"
+"""Positions of rows, ``[N]`` int64."""
+
+
+def blend(
+    lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuffle: bool, seed: int
+) -> Order:
+    """Return the order of the mixed dataset, as positions in the concatenation of all sources.
+
+    Args:
+        lengths: number of rows of each source.
+        weights: sampling weight of each source. Ignored by ``concat``.
+        mode: ``concat`` takes every row once. ``sample`` samples the source of each row by weight
+            until the first source is used up. ``sample_all`` continues until every source is used
+            up, and repeats sources that end earlier.
+        shuffle: if True, each pass over a sampled source is in random order. A source that is not
+            used up then gives a random subset of its rows.
+        seed: seed of the sampling and the shuffling.
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    if mode == "concat" or len(lengths) == 1:
+        return np.arange(starts[-1], dtype=np.int64)
+    picks = _picks(lengths, weights, mode, seed)
+    order = np.empty(len(picks), dtype=np.int64)
+    for source, length in enumerate(lengths):
+        where = np.flatnonzero(picks == source)
+        passes = -(-len(where) // length)
+        rows = [np.empty(0, dtype=np.int64)]
+        for k in range(passes):
+            # Each pass has a generator, so that it does not depend on the passes before it.
+            chance = numpy_generator(seed, RandomStream.MIX_ROWS, source, k)
+            rows.append(chance.permutation(length) if shuffle else np.arange(length))
+        order[where] = starts[source] + np.concatenate(rows)[: len(where)]
+    return order
+
+
+def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: int) -> np.ndarray:
+    """Return the source of each row, ``[N]``, ending with the row that ends the mix."""
+    share = np.asarray(weights, dtype=np.float64)
+    share = share / share.sum()
+    chance = numpy_generator(seed, RandomStream.MIX_SOURCES)
+    picks = np.empty(0, dtype=np.int64)
+    while True:
+        # samples in blocks, because the end of the mix is known only afterwards
+        block = chance.choice(len(lengths), size=2 * max(lengths) + 64, p=share)
+        picks = np.concatenate([picks, block])
+        # number of picks after which each source is used up
+        used_up = []
+        for source, length in enumerate(lengths):
+            places = np.flatnonzero(picks == source)
+            if len(places) >= length:
+                used_up.append(int(places[length - 1]) + 1)
+        if mode == "sample" and used_up:
+            return picks[: min(used_up)]
+        if len(used_up) == len(lengths):
+            return picks[: max(used_up)]

@@ -29,12 +29,12 @@ from lightrft.config.verbs import (
     TrainingConfig,
 )
 from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.conversations.prefix_check import check_template
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.process.process_dataset import ProcessDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.datasets.turns import check_template
 from lightrft.diagnostics import speed_probe
 from lightrft.diagnostics.doctor_parts.distill import teacher_findings
 from lightrft.diagnostics.doctor_parts.engine import engine_findings, media_findings

@@ -1,13 +1,24 @@
-"""Decoding of images to RGB ``[H, W, 3]`` uint8. Raises ``ValueError`` with the reason."""
+"""Decoding of images to RGB ``[H, W, 3]`` uint8, corruption of decoded media, and previews.
+
+A file that cannot be decoded raises ``ValueError`` with the reason. Corruption leaves the size as
+it is: mDPO (arXiv 2406.11839, section 3.1) prefers a response after an image to the same response
+after a random crop of the image. Previews are small files that a browser can open.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+import wave
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from lightrft.datasets.media.fetch import Content, held, picture_formats, stream
+from lightrft.types import Attachment, Extent
+from lightrft.utils.seeding import RandomStream, numpy_generator
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -140,3 +151,117 @@ def _eight_bit(array: np.ndarray) -> np.ndarray:
     elif array.shape[-1] == 4:
         array = np.asarray(to_rgb(Image.fromarray(array)))
     return np.ascontiguousarray(array)
+
+
+SHARE = (0.01, 0.2)
+"""Smallest and largest part of an image that a crop keeps, as in the authors' script."""
+
+RATIO = (3 / 4, 4 / 3)
+"""Smallest and largest ratio of width to height of a crop, as in torchvision."""
+
+
+def corrupted(value: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    """Return a decoded item with most of its content removed, in its own shape.
+
+    An image or all frames of a video become the same crop, resized. A sound becomes a part of it,
+    repeated.
+
+    Args:
+        value: frames ``[..., H, W, 3]`` of type uint8, or samples ``[T]``.
+        kind: ``image``, ``video`` or ``audio``.
+        seed: seed of the part that is kept.
+    """
+    chance = numpy_generator(seed, RandomStream.CORRUPTED_MEDIA)
+    if kind == "audio":
+        kept = max(1, round(len(value) * chance.uniform(*SHARE)))
+        start = int(chance.integers(0, len(value) - kept + 1))
+        return np.resize(value[start : start + kept], value.shape)
+    height, width = value.shape[-3:-1]
+    top, left, rows, columns = _crop(height, width, chance)
+    box = (left, top, left + columns, top + rows)
+    frames = []
+    for frame in value.reshape(-1, height, width, 3):
+        resized = Image.fromarray(frame).resize((width, height), Image.Resampling.BILINEAR, box)
+        frames.append(np.asarray(resized))
+    return np.stack(frames).reshape(value.shape)
+
+
+def _crop(height: int, width: int, chance: np.random.Generator) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a random crop."""
+    area = height * width * chance.uniform(*SHARE)
+    # uniform in the logarithm, so that a ratio is as likely as its inverse
+    ratio = math.exp(chance.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+    columns = min(width, max(1, round(math.sqrt(area * ratio))))
+    rows = min(height, max(1, round(math.sqrt(area / ratio))))
+    top = int(chance.integers(0, height - rows + 1))
+    left = int(chance.integers(0, width - columns + 1))
+    return top, left, rows, columns
+
+
+_SIDE, _LOSSLESS = 512, 1 << 16
+"""Longest side of a preview in pixels, and largest number of pixels that is stored losslessly."""
+
+
+def attachment(kind: str, value: np.ndarray, extent: Extent, rate: int) -> Attachment:
+    """Return a preview: PNG or JPEG for an image, animated WebP for a video, WAV for sound.
+
+    Args:
+        kind: ``image``, ``video`` or ``audio``.
+        value: the decoded item: ``[H, W, 3]``, ``[T, H, W, 3]`` or ``[N]``.
+        extent: the extent of the item, with the times of its frames.
+        rate: sampling rate of sound in Hz.
+    """
+    if kind == "audio":
+        data, suffix = _wav(value, rate), ".wav"
+    elif kind == "video":
+        data, suffix = _webp(value, extent.times), ".webp"
+    else:
+        data, suffix = _picture(value)
+    # Named by content, so that a run stores a file once, however many rows show it.
+    return Attachment(blake2b(data, digest_size=12).hexdigest() + suffix, data)
+
+
+def _picture(value: np.ndarray) -> tuple[bytes, str]:
+    picture = _small(value)
+    # Small pictures, such as digits, would blur in a JPEG.
+    if picture.width * picture.height <= _LOSSLESS:
+        return _saved(picture, "PNG"), ".png"
+    return _saved(picture, "JPEG", quality=88), ".jpg"
+
+
+def _small(value: np.ndarray, side: int = _SIDE) -> Image.Image:
+    picture = Image.fromarray(value)
+    picture.thumbnail((side, side))
+    return picture
+
+
+def _saved(picture: Image.Image, form: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+def _webp(frames: np.ndarray, times: tuple[float, ...]) -> bytes:
+    pictures = [_small(frame, _SIDE // 2) for frame in frames]
+    gaps = np.diff(np.asarray(times)) if len(times) > 1 else np.array([0.5])
+    # The last frame has no gap after it. Browsers slow down frames of less than 20 ms.
+    shown = [max(20, round(1000 * gap)) for gap in (*gaps, gaps[-1])][: len(pictures)]
+    return _saved(
+        pictures[0],
+        "WEBP",
+        save_all=True,
+        append_images=pictures[1:],
+        duration=shown,
+        loop=0,
+        quality=70,
+    )
+
+
+def _wav(value: np.ndarray, rate: int) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes((np.clip(value, -1, 1) * 32767).round().astype("<i2").tobytes())
+    return file.getvalue()

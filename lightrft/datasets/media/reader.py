@@ -18,12 +18,10 @@ from torch import Tensor
 from lightrft.config.data import MediaConfig
 from lightrft.datasets.media.access import Access
 from lightrft.datasets.media.audio import SAMPLE_BYTES, AudioSettings, read_sound, sound_length
-from lightrft.datasets.media.corruption import corrupted
 from lightrft.datasets.media.fetch import Content, Fetch, digest, shown
-from lightrft.datasets.media.image import picture_size, read_picture
+from lightrft.datasets.media.image import attachment, corrupted, picture_size, read_picture
 from lightrft.datasets.media.items import MARK, Item, replaced
 from lightrft.datasets.media.prefetch import Workers
-from lightrft.datasets.media.previews import attachment
 from lightrft.datasets.media.video import VideoSettings, clip_extent, read_clip
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.types import Attachment, Extent, Media, Ragged

@@ -13,11 +13,9 @@ from dataclasses import replace
 from lightrft.config.data import PreferenceColumns
 from lightrft.datasets.conversations.messages import known_role
 from lightrft.datasets.media.parts import kind_of
-from lightrft.datasets.preference.common_prompt import split_prompt
-from lightrft.datasets.preference.raw_preference import Given, RawPreference, label
+from lightrft.datasets.preference.raw_preference import Given, RawPreference, label, split_prompt
 from lightrft.datasets.row_parser import json_messages, number
 from lightrft.datasets.row_tables import ABSENT, MalformedRow, Row, look_up
-from lightrft.datasets.rows.layouts import RowLayout, RowLayouts
 from lightrft.datasets.rows.recorded_row import unrecorded
 from lightrft.datasets.rows.row_content import (
     GivenRow,
@@ -29,6 +27,7 @@ from lightrft.datasets.rows.row_content import (
     raw_text,
     usual,
 )
+from lightrft.datasets.rows.row_reader import RowLayout, RowLayouts
 from lightrft.utils.errors import ConfigError, did_you_mean
 
 SCORES = (

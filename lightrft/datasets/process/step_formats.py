@@ -12,9 +12,9 @@ from lightrft.config.data import ProcessDataConfig, TrainingColumns
 from lightrft.datasets.row_parser import number
 from lightrft.datasets.row_tables import MalformedRow, Row, check_unicode
 from lightrft.datasets.row_warnings import is_missing
-from lightrft.datasets.rows.layouts import RowLayouts
 from lightrft.datasets.rows.recorded_row import unrecorded
 from lightrft.datasets.rows.row_content import GivenRow, Raw, is_texts, mappings, raw_prompt
+from lightrft.datasets.rows.row_reader import RowLayouts
 
 Given: TypeAlias = GivenRow[TrainingColumns]
 

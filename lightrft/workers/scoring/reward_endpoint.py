@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.reward import ScoringModelConfig
-from lightrft.datasets.judgement.reward_request import (
+from lightrft.datasets.judgement.question import (
     TEXTS,
     PromptForm,
     media_form,

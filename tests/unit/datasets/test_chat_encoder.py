@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from lightrft.config.data import Columns, DataConfig, PreferenceDataConfig, SFTDataConfig
 from lightrft.datasets.chat_encoder import CLOSE, OPEN, ChatEncoder
-from lightrft.datasets.conversations.prefix_check import check_template
 from lightrft.datasets.preference.preference_dataset import PreferenceDataset
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.rows.row_reader import read_record
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.datasets.turns import check_template
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.utils.errors import ConfigError, DataError, ModelError
 from tests.unit.datasets.tokenizers import (

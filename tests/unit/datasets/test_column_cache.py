@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from lightrft.config.data import SFTDataConfig
-from lightrft.datasets import cache_key, column_cache
-from lightrft.datasets.cache_key import token_cache_of
+from lightrft.datasets import column_cache
 from lightrft.datasets.chat_encoder import ChatEncoder
-from lightrft.datasets.column_cache import ColumnCache, Entry
+from lightrft.datasets.column_cache import ColumnCache, Entry, token_cache_of
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import JsonLinesRows
 from lightrft.datasets.sft_dataset import SFTDataset
@@ -144,7 +143,7 @@ def test_each_change_of_what_tokens_are_made_from_makes_an_entry_of_its_own(rows
     assert count() == 4
     examples_of(config_of(rows))
     assert count() == 5
-    monkeypatch.setattr(cache_key, "_code_digest", lambda: "another version")
+    monkeypatch.setattr(column_cache, "_code_digest", lambda: "another version")
     prompts_of(config_of(rows))
     assert count() == 6
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.datasets.media.corruption import RATIO, SHARE, _crop, corrupted
+from lightrft.datasets.media.image import RATIO, SHARE, _crop, corrupted
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**63 - 1))

@@ -23,8 +23,7 @@ from PIL import Image
 from lightrft.datasets.media.access import Access
 from lightrft.datasets.media.audio import AudioSettings, read_sound, resampled, sound_length
 from lightrft.datasets.media.fetch import Fetch, Frames, Samples, digest
-from lightrft.datasets.media.image import picture_size, read_picture
-from lightrft.datasets.media.previews import attachment
+from lightrft.datasets.media.image import attachment, picture_size, read_picture
 from lightrft.datasets.media.video import VideoSettings, clip_extent, read_clip
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError

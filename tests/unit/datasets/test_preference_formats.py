@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.config.data import PreferenceColumns
-from lightrft.datasets.benchmarks.omni_preferences import audio_alpaca
+from lightrft.datasets.benchmarks.media_preferences import audio_alpaca
 from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.preference.formats import FORMATS, SCORES, check_format, format_of
 from lightrft.datasets.preference.preference_rows import PreferenceRow, read_preference

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.config.data import DataConfig
-from lightrft.datasets.encoded_dataset import unique_names
-from lightrft.datasets.mixing import blend
+from lightrft.datasets.encoded_dataset import blend, unique_names
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sampler import PromptSampler
 from lightrft.types import Prompt

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lightrft.config.data import PreferenceDataConfig, RewardColumns, RewardDataConfig
-from lightrft.datasets.benchmarks.omni_preferences import omnirewardbench_t2i
-from lightrft.datasets.benchmarks.video_preferences import rapidata_t2v
+from lightrft.datasets.benchmarks.media_preferences import omnirewardbench_t2i, rapidata_t2v
 from lightrft.datasets.media import SupportedMedia
 from lightrft.datasets.preference.formats import SCORED_FORMATS, format_of
 from lightrft.datasets.preference.head_labels import LabelledHeads, win_rates
