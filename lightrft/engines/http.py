@@ -17,10 +17,9 @@ from torch import Tensor
 from lightrft.config.engine import EngineConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import dtype_of
+from lightrft.engines.fingerprint import HeldDtypes, changed_weights, dtype_of
 from lightrft.engines.growing_response import GrowingResponse
 from lightrft.engines.requests import ban_of, response_room
-from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
 from lightrft.engines.sending.vllm_weights import FIRST_NAME
 from lightrft.engines.served.media_wire import media_to_base64
 from lightrft.engines.served.served_engine import Piece, ServedEngine, failure

@@ -30,9 +30,9 @@ from lightrft.engines.decoder_protocol import (
 )
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.native_parts.compiled_steps import compile_where_it_pays
-from lightrft.engines.native_parts.growing_experts import GrowingExperts
 from lightrft.engines.native_parts.growing_rows import (
     CacheShape,
+    GrowingExperts,
     GrowingRows,
     PromptRequests,
     to_host,
@@ -45,10 +45,12 @@ from lightrft.engines.requests import (
     response_room,
     rollout_of,
 )
-from lightrft.engines.speculative.build import check_speculative, drafting, drafts_of
 from lightrft.engines.speculative.drafter import (
     Acceptance,
     accepted_tokens,
+    check_speculative,
+    drafting,
+    drafts_of,
     places_after,
     seen_after,
 )

@@ -13,13 +13,11 @@ from torch import Tensor
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.fingerprint import dtype_of
-from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.fingerprint import HeldDtypes, changed_weights, dtype_of
 from lightrft.engines.sending.kept_copies import CopyRequests, CopyServer, KeptCopies
-from lightrft.engines.sending.sender_turns import SenderTurns
+from lightrft.engines.sending.sender_turns import SenderTurns, usable_way
 from lightrft.engines.sending.tensor_slices import fill, used
 from lightrft.engines.sending.update_cost import UpdateCost
-from lightrft.engines.sending.usable_way import usable_way
 from lightrft.engines.weight_transport import (
     Meeting,
     RayObject,

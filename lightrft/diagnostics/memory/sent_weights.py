@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightrft.config.verbs import PolicyConfig, RLConfig, TrainingConfig
 from lightrft.diagnostics.memory.phases import Device, Model
 from lightrft.engines.base import ServerKind
-from lightrft.engines.sending.sender_memory import SentWeights, sender_memory
+from lightrft.engines.sending.update_cost import SentWeights, sender_memory
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.module_tensors import factor_of, plain_name
 

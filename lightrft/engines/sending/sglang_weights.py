@@ -1,23 +1,39 @@
-"""Ways of new weights to a served SGLang: by a folder, and in buckets of tensors by broadcasts."""
+"""Ways of new weights to a served SGLang: by a folder, and in buckets of tensors by broadcasts.
+
+Broadcasts go to a process group with the processes of the server. The members find each other as
+those of a group of SGLang's ``init_custom_process_group`` do: by the keys that
+``torch.distributed`` uses under the name of the group. So the server needs no code of ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lightrft.engines.base import Fingerprint
-from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
-from lightrft.engines.sending.server_group import ServerGroup
-from lightrft.engines.sending.sglang_updates import HeldChecksums, UpdateSession, server_dtype
+from lightrft.engines.fingerprint import HeldDtypes, changed_weights
+from lightrft.engines.fused_layers import FUSED
+from lightrft.engines.sending.server_calls import (
+    Answer,
+    address_towards,
+    ask_in_thread,
+    wait_until,
+)
 from lightrft.engines.sending.update_cost import UpdateCost
+from lightrft.engines.weight_transport import backend_group, open_store
 from lightrft.utils.atomic_files import whole_folder
 from lightrft.utils.errors import ConfigError, ModelError, first_line
 from lightrft.utils.http_client.server_client import ServerClient, Unanswered
@@ -340,3 +356,254 @@ def shards(weights: Weights, most: int) -> Iterator[dict[str, Tensor]]:
         size += count
     if shard:
         yield shard
+
+
+NUMBERS = itertools.count()
+"""Numbers of groups, so that each has another name."""
+
+
+class ServerGroup:
+    """A process group of this process, as rank 0, and the processes of a served SGLang.
+
+    Args:
+        client: Sends requests to the server.
+        run: Name of the run. It begins the name of the group.
+        processes: Number of the server's processes.
+        device: Device of the tensors to send. A CUDA device selects NCCL, any other Gloo.
+        seconds: Timeout of joining and of each broadcast.
+
+    Raises:
+        Unanswered: The server does not join.
+        RuntimeError: The processes do not reach each other.
+        TimeoutError: The server has not joined within ``seconds``.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        run: str,
+        processes: int,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
+        self.client = client
+        self.device = device
+        self.name = f"lightrft-{run}-{next(NUMBERS)}"
+        self._seconds = seconds
+        patience, size = timedelta(seconds=seconds), processes + 1
+        host = address_towards(client.url)
+        self._store = open_store(host, size, patience)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        before = self._store.num_keys()
+        joined = self._ask(
+            "/init_weights_update_group",
+            {
+                "master_address": host,
+                "master_port": self._store.port,
+                "rank_offset": 1,
+                "world_size": size,
+                "group_name": self.name,
+                "backend": backend,
+            },
+        )
+        # Gloo waits for no member that joins late, and a refusal must not take as long as that.
+        self._look(lambda: self._store.num_keys() > before, joined)
+        self._group: Any = backend_group(self._keys(device), 0, size, device, patience)
+        self._answer(joined)
+
+    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Broadcast ``tensors`` to the server, which loads them.
+
+        Raises:
+            Unanswered: The server refuses them.
+            RuntimeError: The connection broke.
+            TimeoutError: They did not arrive in time.
+        """
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
+        body = {
+            "names": [name for name, _ in tensors],
+            "dtypes": dtypes,
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "flush_cache": False,
+        }
+        answer = self._ask("/update_weights_from_distributed", {**body, "group_name": self.name})
+        works = [self._group.broadcast(tensor, 0) for _, tensor in tensors]
+        self._look(lambda: all(work.is_completed() for work in works), answer)
+        for work in works:
+            work.wait()
+        self._answer(answer)
+
+    def finish(self, version: str) -> None:
+        """Make the server drop its cache, and name its weights ``version``.
+
+        Raises ``Unanswered`` if it does not.
+        """
+        body = {"names": [], "dtypes": [], "shapes": [], "flush_cache": True}
+        names = {"group_name": self.name, "weight_version": version}
+        self._answer(self._ask("/update_weights_from_distributed", {**body, **names}))
+
+    def close(self) -> None:
+        """Make the server leave the group, and leave it."""
+        # The server must leave first: that ends a broadcast which it has not taken part in, and a
+        # group cannot be freed before. A server that was restarted does not know the group.
+        with contextlib.suppress(Unanswered, TimeoutError):
+            left = self._ask("/destroy_weights_update_group", {"group_name": self.name})
+            left.result(min(self._seconds, self.client.patience))
+        self._group = None
+
+    def _keys(self, device: torch.device) -> dist.Store:
+        """Return the part of the store in which ``torch.distributed`` looks for the members.
+
+        ``init_custom_process_group`` prefixes the name of the group, and torch prefixes it again,
+        and the first type of device of the backend.
+        """
+        store: dist.Store = dist.PrefixStore(self.name, self._store)
+        store = dist.PrefixStore(f"{self.name}/", store)
+        return dist.PrefixStore("cuda/" if device.type == "cuda" else "cpu/", store)
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        # once, and in a thread, since the server must join the group meanwhile
+        return ask_in_thread(self.client, path, body)
+
+    def _look(self, done: Callable[[], bool], answer: Answer) -> None:
+        """Wait until ``done`` returns True. Raise what the server refuses meanwhile."""
+
+        def look() -> None:
+            if answer.done():
+                self._answer(answer)
+
+        wait_until(done, look, self._seconds, self.client.url)
+
+    def _answer(self, future: Answer) -> None:
+        """Wait for an answer of the server. Raise ``Unanswered`` unless it succeeded."""
+        answer = future.result(self._seconds)
+        if not answer.get("success"):
+            raise Unanswered(f"{self.client.url}: {answer.get('message')}")
+
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""Names of dtypes that SGLang has besides those of torch."""
+PATH = "/weights_checker"
+Sums = tuple[Mapping[str, str], ...]
+"""Checksums by name, of each process."""
+
+
+class UpdateSession:
+    """A session of weight updates. Older versions of SGLang have none.
+
+    Args:
+        client: Sends requests to the server.
+    """
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+
+    def open(self) -> None:
+        """Open a session. One that an update left open, since it broke off, is closed first.
+
+        Raises ``Unanswered`` if the server refuses it.
+        """
+        try:
+            self._ask("begin")
+        except Unanswered as error:
+            if not error.refused:
+                raise
+            self._ask("end")
+            self._ask("begin")
+
+    def close(self) -> None:
+        """Close the session: the server finishes what it does once for all tensors of an update.
+
+        Raises ``Unanswered`` if it fails.
+        """
+        self._ask("end")
+
+    def _ask(self, step: str) -> None:
+        try:
+            self._client.ask("POST", f"/{step}_weight_update", {}, once=True)
+        except Unanswered as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+
+
+class HeldChecksums:
+    """Compares the checksums of a server before and after an update.
+
+    They are of SGLang's own layouts, so they are compared with one another. A tensor that was sent
+    with other values must have another checksum in some process.
+
+    Args:
+        client: Sends requests to the server.
+        where: The server, for messages.
+        server: What the server says about itself.
+    """
+
+    def __init__(self, client: ServerClient, where: str, server: Mapping[str, Any]) -> None:
+        self._client, self._where = client, where
+        self._before: Sums = ()
+        # In an unknown or coarser type, weights may stay as they are though the trainer's change.
+        self._is_able = not server.get("quantization") and server_dtype(server) is not None
+
+    def note(self) -> None:
+        """Take the checksums of an update whose tensors may equal those that were there."""
+        self._before = self._asked()
+
+    def check(self, changed: Collection[str]) -> None:
+        """Raise ``ModelError`` if the server holds one of the ``changed`` matrices as before."""
+        before, after = self._before, self._asked()
+        self._before = after
+        if len(before) != len(after):
+            return
+        lost = [name for name in changed if _is_same(_held_name(name), before, after)]
+        if lost:
+            raise ModelError(
+                f"{self._where} holds {len(lost)} of {len(changed)} changed tensors as before the "
+                f"update, e.g. {lost[0]}. Cause: a lost update"
+            )
+
+    def _asked(self) -> Sums:
+        """Return the checksums of the server, or nothing if it has none."""
+        if not self._is_able:
+            return ()
+        try:
+            answer = self._client.ask("POST", PATH, {"action": "checksum"})
+            return tuple(dict(rank["checksums"]) for rank in answer["ranks"])
+        except Unanswered as error:
+            if not error.refused:
+                raise
+            problem: object = error
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"its answer has no {error}"
+        self._is_able = False
+        log.warning(
+            "%s does not show checksums of its weights (%s): only the log-probs of a batch show "
+            "that an update arrived, and in bfloat16 they show no small one",
+            self._where,
+            problem,
+        )
+        return ()
+
+
+def server_dtype(server: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the type of the server's matrices, or ``None`` if it does not say.
+
+    Args:
+        server: What the server says about itself.
+    """
+    name = str(server.get("dtype"))
+    dtype = getattr(torch, DTYPES.get(name, name), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _held_name(name: str) -> str:
+    """Return SGLang's name of the parameter that holds the tensor ``name``."""
+    for fused, parts in FUSED.items():
+        for part in parts:
+            name = name.replace(f".{part}.", f".{fused}.")
+    return name
+
+
+def _is_same(name: str, before: Sums, after: Sums) -> bool:
+    """Return True if ``name`` is known and has one checksum before and after in every process."""
+    known = [(old[name], new.get(name)) for old, new in zip(before, after) if name in old]
+    return bool(known) and all(old == new for old, new in known)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lightrft.engines.fingerprint import checksum
 from lightrft.engines.sending.tensor_slices import slice_from_json
-from lightrft.engines.vllm_parts.held_weights import HeldWeights
-from lightrft.engines.vllm_parts.kernel_copies import pack_experts, repack_tied_layers
+from lightrft.engines.vllm_parts.held_weights import HeldWeights, pack_experts, repack_tied_layers
 from lightrft.engines.vllm_parts.media import place_text
 from lightrft.engines.vllm_parts.parameter_names import VLLMNames
 from lightrft.engines.weight_transport import WeightBuffer

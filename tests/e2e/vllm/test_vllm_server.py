@@ -17,8 +17,7 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.fingerprint import checksums
 from lightrft.engines.sending import vllm_weights
-from lightrft.engines.sending.vllm_group import VLLMGroup
-from lightrft.engines.sending.vllm_weights import AdapterToVLLM, BroadcastToVLLM
+from lightrft.engines.sending.vllm_weights import AdapterToVLLM, BroadcastToVLLM, VLLMGroup
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightrft.engines.fingerprint import checksum
-from lightrft.engines.sending.changed_weights import HeldDtypes, changed_weights
+from lightrft.engines.fingerprint import HeldDtypes, changed_weights, checksum
 
 HELD = HeldDtypes({"a": torch.bfloat16}, of_matrices=torch.float16)
 

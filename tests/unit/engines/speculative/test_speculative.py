@@ -16,8 +16,7 @@ from lightrft.config.engine import EngineConfig
 from lightrft.config.generation.decoding import SpeculativeConfig
 from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.native import NativeEngine
-from lightrft.engines.speculative.drafter import accepted_tokens
-from lightrft.engines.speculative.ngram import NgramDrafter
+from lightrft.engines.speculative.drafter import NgramDrafter, accepted_tokens
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model

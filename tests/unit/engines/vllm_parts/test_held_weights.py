@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightrft.engines.vllm_parts.held_adapter import lost_adapter
-from lightrft.engines.vllm_parts.held_weights import HeldWeights
-from lightrft.engines.vllm_parts.kernel_copies import read_copy, repack_tied_layers
+from lightrft.engines.vllm_parts.held_weights import HeldWeights, read_copy, repack_tied_layers
+from lightrft.engines.vllm_parts.weights import lost_adapter
 from lightrft.utils.errors import ModelError
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, WORDS = 4, 2, 3, 8, 12, 10

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.vllm_parts.quantized_weights import QuantizedWeights
 from lightrft.engines.vllm_parts.row_formats import FP8, INT8, ROW_FORMATS, RowFormat
-from lightrft.engines.vllm_parts.weights import keep_scales
+from lightrft.engines.vllm_parts.weights import QuantizedWeights, keep_scales
 from lightrft.utils.errors import ConfigError, ModelError
 
 LAYER = "layers.0"
