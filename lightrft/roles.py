@@ -20,8 +20,8 @@ from lightrft.engines.base import Engine, Fingerprint
 from lightrft.engines.sending.update_cost import UPDATE_COSTS
 from lightrft.models.actor import Actor, Backbone, TokenScores
 from lightrft.models.multimodal.equal_towers import has_constant_towers, has_same_towers
-from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import has_media
+from lightrft.models.multimodal.towers import KeptFeatures
 from lightrft.models.sampled_distribution import Distribution
 from lightrft.observability.metrics import Max, Metrics, Sum
 from lightrft.rewards.base import RewardScorer

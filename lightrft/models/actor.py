@@ -33,7 +33,6 @@ from lightrft.models.logprobs import (
     wide,
 )
 from lightrft.models.lora import adapter_dropout, base_model, check_frozen, is_adapted, merged_state
-from lightrft.models.multimodal.kept_features import KeptFeatures
 from lightrft.models.multimodal.merge_inputs import (
     MergedInputs,
     merge_multimodal_inputs,
@@ -41,6 +40,7 @@ from lightrft.models.multimodal.merge_inputs import (
 )
 from lightrft.models.multimodal.own_forward import states_by_own_forward
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
+from lightrft.models.multimodal.towers import KeptFeatures
 from lightrft.models.reward.saved_form import holds_heads
 from lightrft.models.router_loss import RouterLoss, counts_of_tokens, report_unread
 from lightrft.models.sampled_distribution import (

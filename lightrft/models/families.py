@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout
-from lightrft.models.multimodal import audio_towers, derived, tile_towers, towers
+from lightrft.models.multimodal import audio_towers, derived, towers
 from lightrft.utils.errors import ModelError, first_line
 
 
@@ -261,12 +261,12 @@ FAMILIES: dict[str, Family] = {
         reader=towers.QWEN3_5,
     ),
     "internvl": Family(
-        decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=tile_towers.INTERNVL
+        decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=towers.INTERNVL
     ),
     "llava_onevision": Family(
         decoder=_LANGUAGE,
         loader="LlavaOnevisionForConditionalGeneration",
-        reader=tile_towers.ONEVISION,
+        reader=towers.ONEVISION,
     ),
     "qwen2_audio": Family(
         decoder=_LANGUAGE,

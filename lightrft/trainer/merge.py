@@ -33,22 +33,20 @@ from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (
     StoredModel,
+    WeightWriter,
+    copy_small_files,
     open_model,
     read_config,
+    set_config_dtype,
     tokenizer_folder,
     without_tied_copies,
+    written_specs,
 )
 from lightrft.models.merging.training_checkpoint import (
     TRAINING,
     Layout,
     layout_of,
     open_training_checkpoint,
-)
-from lightrft.models.merging.write_model import (
-    WeightWriter,
-    copy_small_files,
-    set_config_dtype,
-    written_specs,
 )
 from lightrft.models.processors import load_processor
 from lightrft.models.processors.written import check_processor

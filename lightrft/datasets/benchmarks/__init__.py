@@ -4,6 +4,7 @@ from lightrft.datasets.benchmarks import (  # noqa: F401
     knowledge,
     math_sets,
     media_preferences,
+    recognized,
     reward_bench,
     training_layouts,
     visual_math,

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 
 from lightrft.models.decoding.kinds import LONE_FAMILIES, rereads_prefix
-from lightrft.models.decoding.recorded_experts import RecordedExperts
 from lightrft.models.expert_replay import ExpertReplay
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import head_input, transform_logits
@@ -416,3 +415,39 @@ def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
     for name in vars(first):
         setattr(made, name, _mapped(change, *(vars(tree)[name] for tree in trees)))
     return made
+
+
+@dataclass(slots=True)
+class RecordedExperts:
+    """The experts of the prompts of a session, and of the last token of each row, on the host.
+
+    Attributes:
+        replay: Records the calls of the model.
+        prompts: By handle, the experts ``[T, layers, k]`` of the tokens of a prompt.
+        rows: By row, the experts ``[layers, k]`` of the token of the last step.
+        runs: Of each row, the experts ``[c, layers, k]`` of the tokens of the last ``feed``.
+    """
+
+    replay: ExpertReplay
+    prompts: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    runs: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(replay: ExpertReplay | None) -> RecordedExperts | None:
+        """Return an empty record, or ``None`` if nothing is recorded."""
+        return None if replay is None else RecordedExperts(replay)
+
+    def read_prompts(self, handles: Sequence[int], lengths: Sequence[int]) -> None:
+        """Read the experts of a call over prompts of these ``lengths``, one after another."""
+        parts = self.replay.recorded().cpu().split(list(lengths))
+        self.prompts.update(zip(handles, parts, strict=True))
+
+    def read_rows(self, rows: Sequence[int]) -> None:
+        """Read the experts of a call over ``rows``, each with the same number of tokens."""
+        found = self.replay.recorded().cpu().unflatten(0, (len(rows), -1))[:, -1]
+        self.rows.update(zip(rows, found.unbind(), strict=True))
+
+    def read_runs(self, counts: Sequence[int]) -> None:
+        """Read the experts of a call over ``counts`` tokens of each row, row after row."""
+        self.runs = list(self.replay.recorded().cpu().split(list(counts)))

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.models.attention import interface
-from lightrft.models.decoding.cache_decoder import CachedDecodeSession
+from lightrft.models.decoding.cache_decoder import CachedDecodeSession, RecordedExperts
 from lightrft.models.decoding.kinds import decodes_by_plan, length_bound
 from lightrft.models.decoding.plans import FeedPlan, PrefillPlan, Rectangle, RowPlaces, StepPlan
-from lightrft.models.decoding.prefix_store import Prefix, PrefixStore
-from lightrft.models.decoding.recorded_experts import RecordedExperts
-from lightrft.models.decoding.resumed_prefill import ResumedPrefillPlan
+from lightrft.models.decoding.prefix_store import Prefix, PrefixStore, ResumedPrefillPlan
 from lightrft.models.decoding.static_step import (
     CompileCount,
     StaticPlaces,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import suppress
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants, get_session, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -30,13 +33,11 @@ from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
 from lightrft.models.loading.gguf_file import write_gguf_as_folder
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
-from lightrft.models.loading.hub_access import on_hub
 from lightrft.models.loading.packaged import packaged_folder
 from lightrft.models.loading.save_model import end_list
-from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
 from lightrft.models.multimodal.submodules import PARTS, check_parts, is_selected
 from lightrft.models.multimodal.tower_attention import join_segments
-from lightrft.models.onednn.layers import use_onednn
+from lightrft.models.onednn.layers import replace_patch_embeddings, use_onednn
 from lightrft.utils.atomic_files import is_gguf, looks_like_path, nearest_name
 from lightrft.utils.chat_template import turn_ends
 from lightrft.utils.errors import ModelError, first_line, install_extra
@@ -496,3 +497,31 @@ def config_ends(config: ModelConfig) -> list[int]:
         sources.append(GenerationConfig.from_pretrained(where_of(config), revision=revision))
     found = [end for source in sources for end in end_list(source.eos_token_id)]
     return list(dict.fromkeys(found))
+
+
+SECONDS = 5.0
+"""Longest time to wait for a connection to the hub."""
+
+
+def on_hub(path: str, revision: str | None) -> str:
+    """Return the hub name ``path``, or its folder in the cache if the hub cannot be reached.
+
+    Raises ``ModelError`` if it is not in the cache either.
+    """
+    return path if constants.is_offline_mode() else _found(path, revision, constants.ENDPOINT)
+
+
+# A start asks several times. Errors are not remembered, so that a later call may reach the hub.
+@functools.cache
+def _found(path: str, revision: str | None, endpoint: str) -> str:
+    try:
+        get_session().head(endpoint, timeout=SECONDS)
+    except Exception as error:  # of httpx, or what a release of the hub's client has in its place
+        try:
+            return snapshot_download(path, revision=revision, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise ModelError(
+                f"model.path = {path!r}: there is no such folder, and {endpoint} cannot "
+                f"be reached ({first_line(error)}); give a folder, or check name and network"
+            ) from None
+    return path

@@ -21,8 +21,14 @@ from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import AttentionSpans
 from lightrft.models.families import Family
 from lightrft.models.multimodal.blanks import blank_like, check_calls, is_sharded
-from lightrft.models.multimodal.kept_features import KeptFeatures, TowerOutputs
-from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower, in_dtype
+from lightrft.models.multimodal.towers import (
+    Features,
+    KeptFeatures,
+    ModalityEncoder,
+    Tower,
+    TowerOutputs,
+    in_dtype,
+)
 from lightrft.types import Batch, Media, Ragged, Segments
 from lightrft.utils.errors import ModelError
 

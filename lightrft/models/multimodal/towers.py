@@ -1,12 +1,18 @@
 """Towers of multimodal models.
 
-Each turns one kind of input into features, which replace placeholder tokens.
+Each tower turns one kind of input into features, which replace placeholder tokens.
+
+Outputs of frozen towers are kept during a step. Several passes read the same media: those of the
+reference and of the policy, for example. A frozen tower gives the same features in each. The first
+pass keeps them, and the others read them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -14,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightrft.utils.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +237,6 @@ def rope_index(
     return own(ids, mm_token_type_ids=types, attention_mask=mask, **grids)[0]
 
 
-# The table of ``families.py`` refers to these readers.
-
 IMAGE = Tower(
     "image",
     ("pixel_values", "image_grid_thw"),
@@ -282,3 +288,125 @@ SMOL_VLM = ModalityEncoder(
     (replace(PIXELS, adapt=_as_one_row),),
     parts={"tower": ("model.vision_model.",), "projector": ("model.connector.",)},
 )
+
+
+def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
+    """Run all frames as one clip through the model's own method, and append an end mark to each
+    clip."""
+    frames, lengths = inputs["pixel_values_videos"], inputs["video_lengths"]
+    vision = model.config.vision_config
+    each = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
+    output = model.get_video_features(frames[None], return_dict=True).pooler_output
+    # without the mark that the model appends to its one clip
+    made = output[0, : len(frames) * each]
+    clips = made.split((lengths * each).tolist())
+    # the model marks the end of a clip with the token that ends a line of tiles
+    end = model.model.image_newline[None].to(made)
+    parts = []
+    for clip in clips:
+        parts += [clip, end]
+    return Features(torch.cat(parts))
+
+
+def _own_clips(config: PreTrainedConfig, inputs: dict[str, Tensor]) -> dict[str, object]:
+    lengths = inputs["video_lengths"]
+    if (lengths != lengths[0]).any():
+        raise ModelError(
+            f"a prompt with clips of {', '.join(map(str, lengths.tolist()))} frames: "
+            "transformers' own forward of this model takes "
+            "clips of one length only, so the layout cannot be checked against it; "
+            "set model.check_layout to false"
+        )
+    return {"pixel_values_videos": inputs["pixel_values_videos"].unflatten(0, (len(lengths), -1))}
+
+
+def _picture_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Build a blank of one picture of the size of a tile: the tile, and the same as an overview."""
+    side = model.config.vision_config.image_size
+    # Its module takes a sixth of a second to import.
+    from transformers.models.llava_onevision.modeling_llava_onevision import (
+        image_size_to_num_patches,
+    )
+
+    tiles = image_size_to_num_patches([side, side], model.config.image_grid_pinpoints, side)
+    return {names[0]: torch.ones(tiles, 3, side, side), names[1]: torch.tensor([[side, side]])}
+
+
+def _clip_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Build a blank of one frame."""
+    side = model.config.vision_config.image_size
+    return {names[0]: torch.ones(1, 3, side, side), names[1]: torch.tensor([1])}
+
+
+_PARTS = {"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)}
+INTERNVL = ModalityEncoder((PIXELS,), parts=_PARTS)
+_PICTURES = Tower(
+    "image",
+    ("pixel_values", "image_sizes"),
+    "image_token_index",
+    "get_image_features",
+    blank=_picture_blank,
+)
+_CLIPS = Tower(
+    "video",
+    ("pixel_values_videos", "video_lengths"),
+    "video_token_index",
+    adapt=_own_clips,
+    compute=_clips,
+    blank=_clip_blank,
+)
+ONEVISION = ModalityEncoder(
+    (_PICTURES, _CLIPS),
+    parts={**_PARTS, "projector": ("model.multi_modal_projector.", "model.image_newline")},
+    alone=True,
+    # features are the hidden states before this norm
+    unread=("model.vision_tower.post_layernorm.",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerOutputs:
+    """Outputs of all towers of a model for the media of one call.
+
+    Attributes:
+        features: Features by kind of tower, without kinds that the media lack.
+        idle: See ``MergedInputs.idle``.
+    """
+
+    features: dict[str, Features]
+    idle: Tensor | None
+
+
+class KeptFeatures:
+    """Outputs of towers by ``Segments.media_key``, on the device of the towers.
+
+    A key names the media of a whole call. Features that are read are therefore those of the very
+    call that would compute them again, bit for bit. It names the media on all ranks, so that all
+    ranks run a sharded tower or none does.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: dict[Hashable, TowerOutputs] = {}
+        self._open = False
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Keep outputs inside the context, and release them at its end."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            self._outputs.clear()
+
+    def get(self, key: Hashable) -> TowerOutputs | None:
+        """Return the outputs that were kept for ``key``, or ``None``."""
+        return self._outputs.get(key)
+
+    def put(self, key: Hashable, outputs: TowerOutputs) -> None:
+        """Keep ``outputs`` for ``key``. ``None`` names no media, and nothing is kept for it.
+
+        Nothing is kept of a pass with gradient. It is the last one of its micro-batch.
+        """
+        if self._open and key is not None and not torch.is_grad_enabled():
+            self._outputs[key] = outputs

@@ -18,7 +18,7 @@ from lightrft.models.attention import interface
 from lightrft.models.attention.layout_check import check_layout
 from lightrft.models.loading.from_pretrained import load_model, load_tokenizer
 from lightrft.models.loading.save_model import save_model
-from lightrft.models.multimodal.patch_embedding import replace_patch_embeddings
+from lightrft.models.onednn.layers import replace_patch_embeddings
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import audio, save_tiny_media
 from lightrft.types import Batch, Extent, Segments

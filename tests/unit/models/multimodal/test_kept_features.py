@@ -22,7 +22,7 @@ from lightrft.learner.preference_step import (
 )
 from lightrft.models.actor import Actor
 from lightrft.models.multimodal.equal_towers import has_constant_towers, has_same_towers
-from lightrft.models.multimodal.kept_features import KeptFeatures
+from lightrft.models.multimodal.towers import KeptFeatures
 from lightrft.models.tiny.text import tiny_model
 from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult

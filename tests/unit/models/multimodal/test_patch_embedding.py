@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
-from lightrft.models.multimodal.patch_embedding import PatchEmbedding, replace_patch_embeddings
+from lightrft.models.onednn.layers import PatchEmbedding, replace_patch_embeddings
 from lightrft.models.tiny import save_tiny_media
 
 PATCH = (2, 4, 4)

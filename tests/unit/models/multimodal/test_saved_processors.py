@@ -29,7 +29,7 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
-from lightrft.models.merging.write_model import copy_small_files
+from lightrft.models.merging.stored_model import copy_small_files
 from lightrft.models.processors import Processor, load_processor
 from lightrft.models.processors.written import check_processor
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, save_tiny_media, tiny_tokenizer
