@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.cpu import set_thread_policy
 
 set_thread_policy()
 

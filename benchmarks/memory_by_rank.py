@@ -190,7 +190,7 @@ def measure(kind: str, count: int, folder: Path, steps: int) -> list[dict[str, f
 def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> Sizes:
     """A folder with a model of random float32 weights."""
     from lightrft.models.tiny.text import tiny_model
-    from lightrft.strategy.wrap_policy import outermost_blocks
+    from lightrft.strategy.sharding import outermost_blocks
 
     sizes = {
         "hidden_size": hidden,

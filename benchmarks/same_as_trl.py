@@ -297,7 +297,7 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     from lightrft.learner.controllers import Controllers
     from lightrft.learner.policy_update import Objective, with_loss_weights
     from lightrft.models.actor import Actor
-    from lightrft.trainer.batch_advantages import advantages_from, with_shaped_rewards
+    from lightrft.trainer.phases import advantages_from, with_shaped_rewards
 
     tree = {"algorithm": SETTINGS[name].ours, "sampling": {"max_new_tokens": NEW_TOKENS}}
     config, inputs = build(RLConfig, tree), seen["inputs"]

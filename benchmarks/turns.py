@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.cpu import set_thread_policy
 
 set_thread_policy()
 

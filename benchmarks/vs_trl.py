@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.cpu import set_thread_policy
 
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 8, 64
 LAYERS, HIDDEN = 4, 256

@@ -16,11 +16,9 @@ from lightrft.config.engine import EngineConfig
 from lightrft.config.generation.serving import BatchingConfig, HTTPConfig
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.model import ModelConfig
-from lightrft.config.preference.online import OnlineConfig
-from lightrft.config.preference.sections import KTOPreferenceConfig, PreferenceConfig
+from lightrft.config.preference.sections import KTOPreferenceConfig, OnlineConfig, PreferenceConfig
 from lightrft.config.reward_model.judgement import JudgementConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.config.reward_model.sections import RewardModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig, RewardModelConfig
 from lightrft.config.rollout import RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, HubConfig, LogConfig, RunConfig
 from lightrft.config.strategy import OptimizerConfig, SamplingConfig, StrategyConfig

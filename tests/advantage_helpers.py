@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
-from lightrft.trainer.batch_advantages import advantages_from, with_shaped_rewards
+from lightrft.trainer.phases import advantages_from, with_shaped_rewards
 from lightrft.types import Batch
 
 

@@ -30,7 +30,7 @@ from lightrft.serving.http_server import Endpoint, EventStream, HTTPServer
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.serving.reward_server import open_reward_server
 from lightrft.serving.server_metrics import ServerMetrics
-from lightrft.utils.http_client import circuit_breaker, server_client
+from lightrft.utils.http_client import server_client
 from tests import warm
 from tests.e2e.command import ROOT
 
@@ -50,8 +50,7 @@ def advanced_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return the function that advances the clock of clients by seconds, which then need not pass."""
     skipped = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(skipped), sleep=time.sleep)
-    for module in (server_client, circuit_breaker):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(server_client, "time", clock)
     return skipped.append
 
 

@@ -51,7 +51,7 @@ from lightrft.observability.events import EVENTS, OF_ROLLOUTS, Callbacks, Rollou
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.trainer.checks.check_rollout import check_algorithm
 from lightrft.utils.atomic_files import write_atomic
-from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.cpu import set_thread_policy
 from lightrft.utils.errors import ConfigError, did_you_mean
 from lightrft.utils.memory_function import DIGITS
 from lightrft.utils.stop_signal import raise_at_termination

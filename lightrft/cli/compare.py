@@ -23,8 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     if config is None:
         return 0
     # Imported here: the help need not wait for numpy.
-    from lightrft.diagnostics.comparison.compare import as_json, run_compare
-    from lightrft.diagnostics.comparison.text import to_text
+    from lightrft.diagnostics.comparison.compare import as_json, run_compare, to_text
 
     found = run_compare(config)
     said = "output=FILE.json writes the result and every prompt whose score changed"

@@ -16,7 +16,7 @@ from lightrft.distributed.process_group import first_rank
 from lightrft.distributed.torchrun import FROM_PYTHON
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem, path_problem
-from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.cpu import set_thread_policy
 from lightrft.utils.errors import UserError, did_you_mean
 from lightrft.utils.stop_signal import Terminated, raise_at_termination
 from lightrft.verbs import VERBS

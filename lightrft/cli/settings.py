@@ -8,15 +8,22 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic.json_schema import GenerateJsonSchema
 
 from lightrft.cli.arguments import description_lines, wants_usage
-from lightrft.config.base import description_of, dotted, section_defaults
-from lightrft.config.json_schema import json_schema
-from lightrft.config.other_names.nearest import leaves
+from lightrft.config.base import Settings, description_of, descriptions, dotted, section_defaults
+from lightrft.config.misread_values import leaves
 from lightrft.config.other_names.table import ROWS
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import inline_yaml
 from lightrft.verbs import all_settings
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import core_schema
+
 
 USAGE = "lightrft settings <word> [<word> ...] | --schema <verb>"
 MOST = 40
@@ -127,3 +134,50 @@ def names_elsewhere(words: Sequence[str]) -> Iterator[str]:
                 here = " or ".join(row.here.split()) or "not a setting here"
                 note = f": {row.note}" if row.note else ""
                 yield f"{name} of {framework or 'other frameworks'} is {here}{note}"
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+DOTTED = r"^[a-z_0-9]+\."
+"""A key of a setting inside a section, e.g. ``sampling.top_p`` of ``eval``."""
+
+SECTIONS = ("model", "model-fields", "function-after", "function-before")
+"""What pydantic wraps validators of a whole section around."""
+
+
+def json_schema(cls: type[Settings]) -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of what a YAML file of ``cls`` may hold.
+
+    It has names, types, bounds and descriptions. What a setting means with another is checked by
+    the verb alone.
+    """
+    return {"$schema": DIALECT, **cls.model_json_schema(schema_generator=_Schema)}
+
+
+class _Schema(GenerateJsonSchema):
+    """Adds what ``Settings`` read besides their fields: descriptions, dotted keys, bare values."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        found = super().model_schema(schema)
+        cls = schema["cls"]
+        fields = found["properties"]
+        for entry in fields.values():
+            entry.pop("title", None)
+            # Defaults of sections are those of their settings, and would fill the screen.
+            if "$ref" in entry or isinstance(entry.get("default"), dict):
+                entry.pop("default", None)
+        for name, about in descriptions(cls).items():
+            fields[name]["description"] = about
+        found["patternProperties"] = {DOTTED: True}
+        # Any setting may be given on the command line instead.
+        for name in ("title", "required"):
+            found.pop(name, None)
+        return {"anyOf": [found, fields[cls.shorthand]]} if cls.shorthand else found
+
+    def function_before_schema(
+        self, schema: core_schema.BeforeValidatorFunctionSchema
+    ) -> JsonSchemaValue:
+        found = super().function_before_schema(schema)
+        # Around a section it merges defaults. Around a list it reads a bare name, or one item.
+        if schema["schema"]["type"] in SECTIONS:
+            return found
+        return {"anyOf": [found, found["items"], {"type": "string"}]} if "items" in found else {}

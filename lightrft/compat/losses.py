@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Responses
 from lightrft.algorithms.preference.losses import PREFERENCE_LOSSES
 from lightrft.algorithms.preference.registry import smoothed_logistic
 from lightrft.algorithms.process_reward.losses import STEP_LOSSES, LabelledSteps
-from lightrft.compat.rectangles import full_mask, rows_of, sequence_mean
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import LossConfig
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.models.utils import masked_mean
@@ -492,3 +493,26 @@ def _warn_of_margin(loss: nn.Module, margin: Tensor | float | None) -> None:
             "reads it",
             stacklevel=3,
         )
+
+
+def rows_of(mask: Tensor) -> TokenRows:
+    """Return the rows of ``mask [B, L]``: all places of a row, of which the mask counts some."""
+    rows, width = mask.shape
+    index = torch.arange(rows, device=mask.device)
+    lengths = torch.full_like(index, width)
+    return TokenRows(index.repeat_interleave(width), lengths, index, mask.bool().flatten())
+
+
+def full_mask(like: Tensor, mask: Tensor | None) -> Tensor:
+    """Return ``mask`` as bool ``[B, L]``. ``None`` counts every place of ``like [B, L]``."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def sequence_mean(losses: Tensor, rows: TokenRows) -> Tensor:
+    """Return the mean over rows of the mean of ``losses [N]`` over the counted tokens of a row.
+
+    A row without counted tokens is left out. Without any, the mean is 0.
+    """
+    weights = AGGREGATIONS["sequence"](rows, 1).to(losses.dtype)
+    # Not a product: a loss that is not finite outside of the mask would make it NaN.
+    return (losses.where(rows.mask, losses.new_zeros(())) * weights).sum()

@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar, Self, TypeGuard, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lightrft.config.misread_values import is_text, misread
+from lightrft.config.misread_values import is_text, misread, nearest
 from lightrft.config.other_names.lookup import NO_COUNTERPART, answer, is_of_others, meant
-from lightrft.config.other_names.nearest import nearest
 from lightrft.config.read_by import ReadBy, read_by
 from lightrft.config.setting_paths import branch_of, changes_items, read_beside
 from lightrft.config.texts.field_descriptions import descriptions_in

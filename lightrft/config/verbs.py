@@ -28,12 +28,14 @@ from lightrft.config.model import (
     SupervisedModelConfig,
     TrainedModelConfig,
 )
-from lightrft.config.preference.online import OnlineConfig
-from lightrft.config.preference.sections import KTOPreferenceConfig, PreferenceConfig
+from lightrft.config.preference.sections import KTOPreferenceConfig, OnlineConfig, PreferenceConfig
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.config.reward_model.judgement import COMPARED, JudgementConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.config.reward_model.sections import RewardModelConfig, ValidationTimesConfig
+from lightrft.config.reward_model.sections import (
+    ProcessModelConfig,
+    RewardModelConfig,
+    ValidationTimesConfig,
+)
 from lightrft.config.rollout import EvalConfig, RolloutConfig, SelectConfig, StepLabelsConfig
 from lightrft.config.run import CheckpointConfig, HubConfig, LogConfig, RunConfig
 from lightrft.config.strategy import OptimizerConfig, SamplingConfig, StrategyConfig

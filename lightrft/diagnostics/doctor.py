@@ -36,11 +36,15 @@ from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.turns import check_template
 from lightrft.diagnostics import speed_probe
-from lightrft.diagnostics.doctor_parts.distill import teacher_findings
-from lightrft.diagnostics.doctor_parts.engine import engine_findings, media_findings
-from lightrft.diagnostics.doctor_parts.lengths import eval_set_findings, length_findings
-from lightrft.diagnostics.doctor_parts.reward_models import reward_model_findings
-from lightrft.diagnostics.doctor_parts.server import ServerReport, examine_server
+from lightrft.diagnostics.doctor_parts.engine import (
+    ServerReport,
+    engine_findings,
+    eval_set_findings,
+    examine_server,
+    length_findings,
+    media_findings,
+)
+from lightrft.diagnostics.doctor_parts.other_models import reward_model_findings, teacher_findings
 from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers

@@ -8,7 +8,7 @@ from lightrft.config.verbs import DoctorConfig, TrainingConfig
 from lightrft.diagnostics.memory.formulas import size_of
 from lightrft.diagnostics.memory.phases import Device
 from lightrft.models.attention import varlen_cuda
-from lightrft.utils.cpu_memory import free_memory
+from lightrft.utils.cpu import free_memory
 from lightrft.utils.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lightrft.config.launch import LaunchConfig, RayConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.distributed.placement import Bundle, BundleSlot, PlacementPlan
-from lightrft.utils.cpu_threads import set_thread_policy
+from lightrft.utils.cpu import set_thread_policy
 from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line, install_extra
 from lightrft.utils.stop_signal import StopFlag
 

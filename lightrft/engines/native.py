@@ -56,7 +56,7 @@ from lightrft.engines.speculative.drafter import (
 )
 from lightrft.engines.stop_strings import StopStrings, end_ids, model_ends
 from lightrft.types import FinishReason, Request, Rollout
-from lightrft.utils.cpu_threads import threads_for
+from lightrft.utils.cpu import threads_for
 from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import ModelError
 

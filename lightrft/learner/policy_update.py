@@ -30,7 +30,7 @@ from lightrft.algorithms.token_ops import (
 )
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.train import RLTrainConfig
-from lightrft.distributed.reduce_metrics import all_reduce_metrics
+from lightrft.distributed.collectives import all_reduce_metrics
 from lightrft.learner.controllers import Controllers, mean_entropy
 from lightrft.learner.distillation.targets import distillation_targets
 from lightrft.learner.forward_passes import compute_logprobs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout, ModelConfig
-from lightrft.distributed.equal_calls import EqualCalls
+from lightrft.distributed.collectives import EqualCalls
 from lightrft.distributed.process_group import ModelParallelGroup, has_other_processes
 from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.attention import interface

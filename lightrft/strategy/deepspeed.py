@@ -28,9 +28,8 @@ from lightrft.config.base import Tree, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.distributed.shards import LocalShard, flat_blocks, local_shard_of
-from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, separate_calls
-from lightrft.strategy.device_mesh import limit_groups
-from lightrft.strategy.lr_schedule import lr_factor
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, lr_factor, separate_calls
+from lightrft.strategy.sharding import blocks_of, bucket_of, largest_block, limit_groups
 from lightrft.strategy.single import (
     MOMENTS,
     SingleStrategy,
@@ -39,7 +38,6 @@ from lightrft.strategy.single import (
     set_lr,
     write_state,
 )
-from lightrft.strategy.wrap_policy import blocks_of, bucket_of, largest_block
 from lightrft.utils.errors import ConfigError, install_extra
 from lightrft.utils.module_tensors import exchange
 

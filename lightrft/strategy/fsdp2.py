@@ -30,10 +30,9 @@ from lightrft.distributed.process_group import ProcessGroup, build_parallel_grou
 from lightrft.distributed.shards import local_shard_of
 from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, separate_calls
-from lightrft.strategy.device_mesh import mesh_of
+from lightrft.strategy.sharding import mesh_of, outermost_blocks
 from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
-from lightrft.strategy.wrap_policy import outermost_blocks
 from lightrft.utils.module_tensors import exchange
 
 HALF = (torch.bfloat16, torch.float16)

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, run_on_all_ranks
 from lightrft.strategy.activation_offload import keep_on_host
-from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, on_host
-from lightrft.strategy.lr_schedule import lr_factor
-from lightrft.utils.cpu_memory import bound_products, keep_freed_memory
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, lr_factor, on_host
+from lightrft.utils.cpu import bound_products, keep_freed_memory
 from lightrft.utils.errors import CheckpointError, ConfigError, first_line
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightrft.distributed.collectives import all_reduce_metrics
 from lightrft.distributed.process_group import run_on_all_ranks
-from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.engines.base import Engine
 from lightrft.engines.constrained.grammars import check_column
 from lightrft.models.actor import Actor

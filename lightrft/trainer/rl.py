@@ -14,8 +14,8 @@ from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.ray_workers import current_allocator
 from lightrft.learner.controllers import Controllers
-from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import load_reference_state, reference_state
+from lightrft.learner.sft_step import PretrainingLoss
 from lightrft.models.processors import load_processor
 from lightrft.observability.events import SettingChange
 from lightrft.observability.metrics import Metrics

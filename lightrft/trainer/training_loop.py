@@ -59,8 +59,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import change_lr
 from lightrft.trainer.checks.context_limits import check_examples
 from lightrft.trainer.checks.preflight import check_best
-from lightrft.trainer.device_use import DeviceUse, watched
-from lightrft.trainer.environment import environment
+from lightrft.trainer.environment import DeviceUse, environment, watched
 from lightrft.trainer.hub_pushes import HubPushes
 from lightrft.trainer.run_session import (
     CHANGED,

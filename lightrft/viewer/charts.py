@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lightrft.viewer.formatting import FORMS, Form, compact, percent
-from lightrft.viewer.plots import Plot, Series, smooth, time_bars
+from lightrft.viewer.plots import FORMS, Form, Plot, Series, compact, percent, smooth, time_bars
 from lightrft.viewer.run_data import Points, RunData, mean_at_end
 
 NOISY = 40

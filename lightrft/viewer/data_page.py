@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lightrft.observability.data_record import ShownRow, ShownSection, Span, TokenLengths, safe
-from lightrft.viewer.media import embedded
-from lightrft.viewer.page import page
+from lightrft.viewer.page import embedded, page
 
 HEAD = (
     '<header>\n<p class="eyebrow">Rows as a run reads them</p>\n<h1>Data</h1>\n<p class="lede">'

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.observability.rollout_writer import read_rollouts
-from lightrft.viewer.formatting import compact, css_of
+from lightrft.viewer.plots import compact, css_of
 
 STEPS, GROUPS, RESPONSES, CHARACTERS = 8, 4, 16, 2000
 """Largest numbers of steps, groups per step, responses per group and characters per text."""

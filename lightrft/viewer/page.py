@@ -1,15 +1,16 @@
-"""An HTML page that holds its styles, scripts and data, and makes no requests."""
+"""An HTML page that holds its styles, scripts, plots, media and data, and makes no requests."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 
-from lightrft.viewer.figures import plot_data
-from lightrft.viewer.plots import Plot
+from lightrft.viewer.plots import Plot, Series
 
 
 def page(
@@ -65,3 +66,106 @@ def _hashes(texts: Sequence[str]) -> str:
         digest = hashlib.sha256(text.encode("utf-8")).digest()
         hashes.append(f"'sha256-{base64.b64encode(digest).decode('ascii')}'")
     return " ".join(hashes)
+
+
+def figures(plots: Sequence[Plot]) -> str:
+    """Return one card per plot. ``plots.js`` renders into the elements of class ``plot``."""
+    return f'<div class="plots">{"".join(_figure(plot) for plot in plots)}</div>'
+
+
+def plot_data(plots: Sequence[Plot]) -> str:
+    """Return the element that ``plots.js`` reads, with the plots in the order of their cards."""
+    rows = [plot.data() for plot in plots]
+    text = json.dumps(rows, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # In a name, "</script>" would end the element, and "<!--" would hide its end.
+    text = text.replace("<", "\\u003c")
+    return f'<script type="application/json" id="plot-data">{text}</script>\n'
+
+
+def _figure(plot: Plot) -> str:
+    words = escape(f"{plot.title}. {plot.described()}")
+    return (
+        f'<figure class="card"><figcaption><span class="now">{escape(plot.now)}</span>'
+        f"<h3>{escape(plot.title)}</h3><p>{escape(plot.note)}</p>{_legend(plot)}</figcaption>"
+        f'<div class="plot" role="img" aria-label="{words}"></div>'
+        f"<noscript><p>{words}</p></noscript></figure>"
+    )
+
+
+def _legend(plot: Plot) -> str:
+    named = [series for series in plot.series if not series.faint]
+    if len(named) == 1:
+        return ""
+    items = "".join(f"<li>{_key(series, plot.kind)}</li>" for series in named)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _key(series: Series, kind: str) -> str:
+    """Return the switch of a series. Without the script, it is a text."""
+    css = f"key {kind} c{series.color % 8}"
+    if series.dashed:
+        css += " dashed"
+    name = escape(series.label or series.name)
+    return f'<button type="button" class="{css}" aria-pressed="true" disabled>{name}</button>'
+
+
+TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+    ".wav": "audio/wav",
+    ".mp3": "audio/mpeg",
+    ".flac": "audio/flac",
+    ".ogg": "audio/ogg",
+}
+"""Suffixes of the files that a browser can show."""
+TINY = 64
+"""Images with at most this many pixels per side are enlarged without smoothing."""
+
+
+def shown(names: Sequence[str], folder: Path, about: str) -> str:
+    """Return HTML elements that embed the named files.
+
+    A file that is missing or of unknown type is mentioned by name.
+
+    Args:
+        names: names of the files.
+        folder: folder of the files.
+        about: alternative text for screen readers.
+    """
+    return "".join(embedded(name, _content(folder, name), about) for name in names)
+
+
+def embedded(name: str, data: bytes | None, about: str) -> str:
+    """Return the HTML element that embeds a file.
+
+    Args:
+        name: name of the file.
+        data: its content, or None if it is missing.
+        about: alternative text for screen readers.
+    """
+    kind = TYPES.get(Path(name).suffix.lower(), "")
+    if not kind or data is None:
+        why = "is missing" if kind else "cannot be shown"
+        return f'<p class="empty">{escape(name)} {why}</p>'
+    source = f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
+    if kind.startswith("audio/"):
+        label = escape(about)
+        return f'<audio controls preload="metadata" src="{source}" aria-label="{label}"></audio>'
+    return f'<img src="{source}" alt="{escape(about)}"{_tiny(data)}>'
+
+
+def _content(folder: Path, name: str) -> bytes | None:
+    path = folder / name
+    return path.read_bytes() if Path(name).name == name and path.is_file() else None
+
+
+def _tiny(data: bytes) -> str:
+    """Return the CSS class of a small PNG, whose size is in bytes 16 to 24."""
+    if data[:4] != b"\x89PNG":
+        return ""
+    width = int.from_bytes(data[16:20], "big")
+    height = int.from_bytes(data[20:24], "big")
+    return ' class="tiny"' if max(width, height) <= TINY else ""

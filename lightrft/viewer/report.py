@@ -14,11 +14,9 @@ import yaml
 
 from lightrft.utils.atomic_files import write_atomic
 from lightrft.viewer.charts import plots
-from lightrft.viewer.figures import figures
-from lightrft.viewer.formatting import compact, css_of, percent
 from lightrft.viewer.groups import Extract, groups
-from lightrft.viewer.page import page
-from lightrft.viewer.plots import Plot
+from lightrft.viewer.page import figures, page
+from lightrft.viewer.plots import Plot, compact, css_of, percent
 from lightrft.viewer.reward_scores import is_of_steps, reward_plots, reward_section
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.samples import answers

@@ -10,10 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightrft.viewer.figures import figures
-from lightrft.viewer.formatting import compact, percent
-from lightrft.viewer.media import shown
-from lightrft.viewer.plots import Plot, Series
+from lightrft.viewer.page import figures, shown
+from lightrft.viewer.plots import Plot, Series, compact, percent
 from lightrft.viewer.run_data import RunData
 
 SIDES = (("better", "Better, by its label"), ("worse", "Worse, with the higher score"))

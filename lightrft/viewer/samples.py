@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import chain
 
-from lightrft.viewer.formatting import compact
-from lightrft.viewer.media import shown
+from lightrft.viewer.page import shown
+from lightrft.viewer.plots import compact
 from lightrft.viewer.run_data import Answer, RunData
 
 ANSWERS = 5

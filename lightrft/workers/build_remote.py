@@ -27,8 +27,12 @@ from lightrft.workers.engine_kinds import engine_worker, kind_of
 from lightrft.workers.engine_workers import EngineWorkerGroup
 from lightrft.workers.local import local_roles, reference_model, teacher_model
 from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
-from lightrft.workers.reward_model_workers import RemoteModelScorer, reward_model_worker
-from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
+from lightrft.workers.reward_workers import (
+    RemoteModelScorer,
+    RewardWorkerGroup,
+    reward_model_worker,
+    reward_scorer_worker,
+)
 from lightrft.workers.scoring.combining_scorer import CombiningScorer
 from lightrft.workers.weight_sync import SENDERS, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy

@@ -21,8 +21,8 @@ from lightrft.config.train import TeacherConfig, ValueModelConfig
 from lightrft.config.verbs import DistillVerbConfig, DPOConfig, RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
-from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.learner.reference_update import MovingReference
+from lightrft.learner.sft_step import PretrainingLoss
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from lightrft.config.engine import EngineConfig
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward_model.sections import RewardModelConfig
-from lightrft.diagnostics.doctor_parts import reward_models as doctor_reward_models
-from lightrft.diagnostics.doctor_parts import server as doctor_server
+from lightrft.diagnostics.doctor_parts import engine as doctor_server
+from lightrft.diagnostics.doctor_parts import other_models as doctor_reward_models
 from lightrft.engines.http import HTTPEngine
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.save_model import save_model

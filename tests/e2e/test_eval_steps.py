@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.processors import load_processor

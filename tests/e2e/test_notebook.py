@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.api.notebook import NotebookObserver, curve
+from lightrft.api.progress import NotebookObserver, curve
 
 START = """
 import os

@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.reward.process import ProcessRewardModel

@@ -26,7 +26,7 @@ from lightrft.learner.sft_step import mean_nll
 from lightrft.models.logprobs import entropy_from_logits, token_logprobs
 from lightrft.observability.metrics import Metrics
 from lightrft.rollout.accounting import CollectedRollouts, filter_and_select, rollout_metrics
-from lightrft.trainer.batch_advantages import with_shaped_rewards
+from lightrft.trainer.phases import with_shaped_rewards
 from lightrft.types import Batch
 from tests.advantage_helpers import with_advantages
 from tests.numbers.compare import gradient

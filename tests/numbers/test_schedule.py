@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightrft.config.strategy import OptimizerConfig
-from lightrft.strategy.lr_schedule import lr_factor
+from lightrft.strategy.base import lr_factor
 from tests.numbers import distributions as dist
 
 SHARES = st.integers(0, 99).map(lambda n: n / 100)

@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from lightrft.utils.statistics.intervals import (
     Estimate,
     estimate,
-    standard_error,
-    student,
-    t_quantile,
-    wilson,
-)
-from lightrft.utils.statistics.paired import (
     holm,
     minimum_effect,
     paired_difference,
     sign_flip_test,
+    standard_error,
+    student,
+    t_quantile,
+    wilson,
 )
 from lightrft.utils.statistics.repeated_samples import (
     _distribution,
@@ -129,7 +127,7 @@ def test_a_test_that_is_too_large_to_be_exact_is_normal_with_the_variance_of_the
     draws = random.Random(3)
     differences = [draws.randint(-8, 9) for _ in range(400)]
     exact = sign_flip_test(differences)
-    monkeypatch.setattr("lightrft.utils.statistics.paired.MOST_STEPS", 0)
+    monkeypatch.setattr("lightrft.utils.statistics.intervals.MOST_STEPS", 0)
     normal = sign_flip_test(differences)
     assert normal != exact and normal == pytest.approx(exact, rel=0.02)
     assert sign_flip_test([]) == sign_flip_test([2, -2]) == 1.0

@@ -12,7 +12,7 @@ from lightrft.algorithms.process_reward.losses import STEP_LOSSES, LabelledSteps
 from lightrft.algorithms.process_reward.objective import check_process_model, step_terms
 from lightrft.algorithms.reward_model.objective import reward_loss
 from lightrft.config.base import build
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.utils.errors import ConfigError
 
 ROWS = [[1, 1, 0], [1, 1, 1, 1], [0, 0], [1], [0], [0, 1, 0, 1]]

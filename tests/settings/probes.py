@@ -40,7 +40,7 @@ from lightrft.engines.sglang import SGLangEngine
 from lightrft.learner import forward_passes
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective, with_loss_weights
-from lightrft.learner.ptx_loss import PretrainingLoss
+from lightrft.learner.sft_step import PretrainingLoss
 from lightrft.models import actor as actors
 from lightrft.models.actor import Actor, TokenScores
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession

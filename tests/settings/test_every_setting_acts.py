@@ -14,8 +14,7 @@ from PIL import Image
 
 from lightrft.config.base import Settings, build, deep_merge
 from lightrft.config.model import LoRAConfig, ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.config.reward_model.sections import RewardModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig, RewardModelConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.adapter_folder import BASE_FILE

@@ -8,7 +8,7 @@ from lightrft.algorithms.process_reward.losses import STEP_KINDS, STEP_LOSSES, L
 from lightrft.algorithms.reward_model.objective import RewardModelTerm
 from lightrft.algorithms.validate.component_kinds import signature_problems
 from lightrft.config.base import ComponentConfig
-from lightrft.config.reward_model.process import ProcessModelConfig, StepLossConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig, StepLossConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import Tensor, torch
 

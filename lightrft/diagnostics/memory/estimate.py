@@ -52,7 +52,7 @@ from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.reward.saved_form import read_form
 from lightrft.trainer.checks.preflight import generates
-from lightrft.utils.cpu_memory import products_bytes
+from lightrft.utils.cpu import products_bytes
 from lightrft.utils.errors import ModelError, path_of
 from lightrft.workers.build_remote import most_senders
 from lightrft.workers.engine_kinds import kind_of

@@ -39,11 +39,11 @@ from lightrft.diagnostics.memory.formulas import (
     on_device,
     on_their_way,
     recurrent_states,
+    shares_of,
     tokens_held,
     unsharded_bytes,
 )
 from lightrft.diagnostics.memory.meta_trace import Saved, Traced
-from lightrft.diagnostics.memory.sharding import shares_of
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding.kinds import decodes_by_plan
 from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS, PlanDecodeSession
@@ -51,8 +51,8 @@ from lightrft.models.decoding.static_step import padded_shape
 from lightrft.models.loading.sharded_read import PIECE, put_together
 from lightrft.models.onednn.layers import is_plain_linear
 from lightrft.models.sampled_distribution import SampledDistribution
+from lightrft.strategy.sharding import largest_block, outermost_blocks
 from lightrft.strategy.tensor_parallel import cut_names
-from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
 from lightrft.trainer.checks.preflight import generates
 from lightrft.types import Batch
 from lightrft.utils.errors import first_line

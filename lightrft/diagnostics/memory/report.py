@@ -11,9 +11,8 @@ from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import TrainingConfig
 from lightrft.diagnostics.findings import Finding
 from lightrft.diagnostics.memory.estimate import ROLES, MemoryEstimate
-from lightrft.diagnostics.memory.formulas import shown
+from lightrft.diagnostics.memory.formulas import shares_of, shown
 from lightrft.diagnostics.memory.phases import Device
-from lightrft.diagnostics.memory.sharding import shares_of
 from lightrft.distributed.placement import plan_placement
 
 ROOM = 0.85

@@ -13,7 +13,7 @@ from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.nonfinite_tokens import without_tokens
 from lightrft.algorithms.token_ops import TokenRows, require_column, weighted_sum
 from lightrft.config.train import DistillationConfig
-from lightrft.distributed.reduce_metrics import all_reduce_metrics
+from lightrft.distributed.collectives import all_reduce_metrics
 from lightrft.learner.distillation.targets import teacher_target
 from lightrft.learner.forward_passes import verify_layout, verify_layouts
 from lightrft.learner.micro_batches import local_micro_batches

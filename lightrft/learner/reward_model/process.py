@@ -19,7 +19,7 @@ from lightrft.algorithms.process_reward.quality import (
 )
 from lightrft.algorithms.reward_model.objective import RewardModelTerm, reward_loss
 from lightrft.algorithms.token_ops import require_column
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset, ProcessExample
 from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.learner.policy_update import optimizer_step

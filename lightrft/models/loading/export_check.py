@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
-from lightrft.utils.cpu_memory import free_memory
+from lightrft.utils.cpu import free_memory
 from lightrft.utils.errors import ModelError, whole_message
 
 log = logging.getLogger(__name__)

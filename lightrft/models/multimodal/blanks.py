@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightrft.distributed.equal_calls import EqualCalls
+from lightrft.distributed.collectives import EqualCalls
 from lightrft.types import Ragged, Segments
 from lightrft.utils.errors import ModelError
 

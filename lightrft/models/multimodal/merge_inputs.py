@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
-from lightrft.distributed.equal_calls import EqualCalls
+from lightrft.distributed.collectives import EqualCalls
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import AttentionSpans
 from lightrft.models.families import Family

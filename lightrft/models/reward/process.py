@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig, StepHeadKind
+from lightrft.config.reward_model.sections import ProcessModelConfig, StepHeadKind
 from lightrft.models.actor import Backbone
 from lightrft.models.families import head_transform
 from lightrft.models.loading.save_model import Saved, save_model

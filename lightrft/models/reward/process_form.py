@@ -23,7 +23,7 @@ from torch import Tensor
 from lightrft.config.base import build
 from lightrft.config.data import SpecialTokens
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig, StepHeadKind
+from lightrft.config.reward_model.sections import ProcessModelConfig, StepHeadKind
 from lightrft.models.loading.adapter_base import saved_adapters
 from lightrft.models.loading.from_pretrained import where_of
 from lightrft.models.loading.sharded_read import StoredTensor

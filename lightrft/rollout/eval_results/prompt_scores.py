@@ -1,4 +1,4 @@
-"""Scores of each prompt of an eval set, and their means with intervals."""
+"""Scores of each prompt of an eval set, their means with intervals, and the conditions of both."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import fsum
+from typing import Any
 
-from lightrft.rewards.ratios import RATIOS
+from lightrft.config.reward import RewardConfig
+from lightrft.config.rollout import EvalConfig
 from lightrft.rewards.success import Success
 from lightrft.types import Rollout
+from lightrft.utils.prompt_digest import prompt_digest
 from lightrft.utils.statistics.intervals import Estimate, estimate
 from lightrft.utils.statistics.repeated_samples import pass_at_k, pass_hat_k, powers_of_two
 
@@ -95,3 +98,50 @@ def term_metrics(prefix: str, groups: Groups) -> dict[str, float]:
         if fsum(wholes):
             found[f"{prefix}/terms/{name}"] = fsum(parts) / fsum(wholes)
     return found
+
+
+RATIOS = {
+    "ifeval/instruction_strict": ("ifeval/followed_strict", "ifeval/instructions"),
+    "ifeval/instruction_loose": ("ifeval/followed_loose", "ifeval/instructions"),
+}
+"""Name of a ratio to the reward terms of its numerator and denominator."""
+
+
+def eval_conditions(
+    groups: Groups, config: EvalConfig, reward: RewardConfig, seed: int
+) -> dict[str, Any]:
+    """Return what determines the numbers of an evaluation besides the model, as plain data.
+
+    It is the generation, the text around each prompt, the rewards, and a digest of the prompts.
+
+    Args:
+        groups: The responses to each prompt.
+        config: The settings ``eval``.
+        reward: The settings ``reward``.
+        seed: The setting ``run.seed``.
+    """
+    data = config.data
+    terms = {"": reward.terms, **reward.per_source}
+    if reward.models:
+        terms["models"] = reward.models
+    if reward.judges:
+        terms["judges"] = reward.judges
+    success = Success(reward)
+    return {
+        "samples": config.samples,
+        "threshold": config.threshold,
+        "success": {source: success.term(source) for source in success.sources()},
+        "seed": seed,
+        "sampling": config.sampling.model_dump(mode="json"),
+        "template": data.template,
+        "system": data.system,
+        "apply_chat_template": data.apply_chat_template,
+        "chat_template_options": dict(data.chat_template_options),
+        "rewards": {
+            source: [term.model_dump(mode="json", exclude_defaults=True) for term in some]
+            for source, some in terms.items()
+            if some
+        },
+        "prompts": len(groups),
+        "prompts_digest": prompt_digest(group[0].prompt.as_json() for group in groups),
+    }

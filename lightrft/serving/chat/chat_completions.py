@@ -13,7 +13,6 @@ from lightrft.config.data import DataConfig, MediaConfig
 from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.models.processors import Processor
 from lightrft.serving.chat.request_fields import CHAT
-from lightrft.serving.chat.template_kwargs import read_template_kwargs
 from lightrft.serving.chat.text_generator import (
     MOST_LIKELY,
     TextGenerator,
@@ -27,6 +26,7 @@ from lightrft.serving.chat.tool_calls import read_answer, read_tools, with_parse
 from lightrft.serving.http_server import Endpoint, EventStream
 from lightrft.serving.problems import HTTPCall, bad
 from lightrft.types import Prompt, Rollout
+from lightrft.utils.chat_template import argument_problem, names_of_rendering
 
 
 @dataclass(slots=True)
@@ -223,3 +223,30 @@ def opened(
         future.cancel()
 
     return EventStream(events, left, has_names)
+
+
+FIELD = "chat_template_kwargs"
+
+
+def read_template_kwargs(
+    body: Mapping[str, Any], tokenizer: Any, tools: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return the arguments of the chat template that a request gives.
+
+    Args:
+        body: The request.
+        tokenizer: The tokenizer with its chat template.
+        tools: Tools of the request. Some tokenizers have another template for them.
+
+    Raises:
+        HTTPProblem: The server sets an argument itself, or the template does not read it.
+    """
+    given = body.get(FIELD) or {}
+    if not given:
+        return {}
+    # a template gets the special tokens by their names
+    reserved = names_of_rendering(tokenizer) | set(tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
+    template = tokenizer.get_chat_template(tools=list(tools) or None)
+    if problem := argument_problem(FIELD, given, [template], reserved):
+        raise bad(problem)
+    return given

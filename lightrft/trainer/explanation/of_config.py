@@ -25,8 +25,7 @@ from lightrft.config.preference.presets import (
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.config.presets import source_of
 from lightrft.config.read_by import read_by
-from lightrft.config.reward_model.process import StepLossConfig
-from lightrft.config.reward_model.sections import RewardLossConfig
+from lightrft.config.reward_model.sections import RewardLossConfig, StepLossConfig
 from lightrft.config.rollout import Keep, SelectConfig
 from lightrft.config.train import DistillationConfig, DistillTeacherConfig
 from lightrft.config.verbs import (

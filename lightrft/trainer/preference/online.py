@@ -8,8 +8,7 @@ from statistics import fmean
 
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.config.base import ComponentConfig
-from lightrft.config.preference.online import OnlineConfig
-from lightrft.config.preference.sections import PreferenceKind
+from lightrft.config.preference.sections import OnlineConfig, PreferenceKind
 from lightrft.config.rollout import RolloutConfig
 from lightrft.config.verbs import DPOConfig
 from lightrft.datasets.preference.preference_dataset import PreferenceExample, PreferenceResponse

@@ -12,7 +12,7 @@ from lightrft.algorithms.process_reward.quality import (
     step_quality,
 )
 from lightrft.config.base import changed_fields
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.config.train import micro_batch_tokens
 from lightrft.config.verbs import EvalRMConfig
 from lightrft.datasets.process.process_dataset import ProcessDataset, ProcessExample

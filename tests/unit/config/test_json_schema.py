@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from lightrft.cli.main import main
+from lightrft.cli.settings import json_schema
 from lightrft.config.base import (
     descriptions,
     dotted,
@@ -17,8 +18,7 @@ from lightrft.config.base import (
     load_settings,
     to_yaml,
 )
-from lightrft.config.json_schema import json_schema
-from lightrft.config.other_names.nearest import leaves
+from lightrft.config.misread_values import leaves
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.yaml_text import parse_yaml
 from lightrft.verbs import all_settings

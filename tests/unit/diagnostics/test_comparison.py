@@ -17,7 +17,7 @@ from lightrft.diagnostics.comparison.compare import EvalComparison, run_compare
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.atomic_files import json_line
 from lightrft.utils.errors import ConfigError, DataError
-from lightrft.utils.statistics.paired import minimum_effect, paired_difference
+from lightrft.utils.statistics.intervals import minimum_effect, paired_difference
 from tests.e2e.command import assert_refused, command
 
 Rewards = Mapping[str, Sequence[float | None]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.rewards.rules.ifeval import language_checks
+from lightrft.rewards.rules.ifeval import checks
 
 
 @pytest.fixture
@@ -22,6 +22,6 @@ def sentence_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     # nltk writes and reads only below these folders.
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     save_punkt_params(trained, str(folder))
-    language_checks._sentence_model.cache_clear()
+    checks._sentence_model.cache_clear()
     yield
-    language_checks._sentence_model.cache_clear()
+    checks._sentence_model.cache_clear()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightrft.rewards.rules.ifeval import language_checks
-from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS
+from lightrft.rewards.rules.ifeval import checks
+from lightrft.rewards.rules.ifeval.checks import LANGUAGE_CHECKS
 from lightrft.rewards.rules.ifeval.rule import CHECKS, ifeval
 from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView
 
@@ -210,18 +210,18 @@ def test_a_check_without_its_library_or_data_says_what_to_install(
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
-    language_checks._sentence_model.cache_clear()
+    checks._sentence_model.cache_clear()
     options: list[Options] = [{"relation": "at least", "num_sentences": 1}, {}]
     names = [SENTENCES, "punctuation:no_comma"]
     with pytest.raises(ValueError, match=r"number_sentences.*nltk.downloader punkt_tab"):
         graded("One. Two.", names, options)
     found = graded("One. Two.", names, options, skip_unchecked=True)
     assert (found["reward"], found["instructions"], found["unchecked"]) == (1.0, 1.0, 1.0)
-    language_checks._detector.cache_clear()
+    checks._detector.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect", None)
     with pytest.raises(ValueError, match=r"response_language.*pip install -e '\.\[ifeval\]'"):
         graded("One. Two.", [LANGUAGE], [{"language": "en"}])
-    language_checks._detector.cache_clear()
+    checks._detector.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "options", "text", "follows"), CASES)

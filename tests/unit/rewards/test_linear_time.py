@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.rewards import REWARDS
 from lightrft.rewards.rules.answers import answer_finder
-from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS
+from lightrft.rewards.rules.ifeval.checks import LANGUAGE_CHECKS
 from lightrft.rewards.rules.ifeval.rule import CHECKS
 from lightrft.rewards.rules.math import final_answer
 from lightrft.rewards.rules.number_parsing import plain, quantity, tidy

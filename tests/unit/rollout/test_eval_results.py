@@ -11,16 +11,15 @@ from lightrft.config.base import build
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.rewards.success import Success
-from lightrft.rollout.eval_results.conditions import eval_conditions
 from lightrft.rollout.eval_results.prompt_scores import (
     by_prefix,
     error_metrics,
     estimates,
+    eval_conditions,
     pass_scores,
     term_metrics,
 )
-from lightrft.rollout.eval_results.summary import summarize
-from lightrft.rollout.eval_results.votes import vote_scores
+from lightrft.rollout.eval_results.summary import summarize, vote_scores
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.statistics.intervals import wilson
 

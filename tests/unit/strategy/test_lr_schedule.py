@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightrft.config.strategy import OptimizerConfig
-from lightrft.strategy.lr_schedule import lr_factor
+from lightrft.strategy.base import lr_factor
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.distributed.equal_calls import EqualCalls
+from lightrft.distributed.collectives import EqualCalls
 from lightrft.distributed.process_group import SINGLE_PROCESS, init_process_group
 from lightrft.models.actor import Actor
 from lightrft.models.tiny import ALL_MEDIA_FAMILIES, TORCHVISION_FAMILIES, own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightrft.models.tiny.text import tiny_model
-from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
+from lightrft.strategy.sharding import largest_block, outermost_blocks
 
 
 def weights(module: nn.Module) -> int:

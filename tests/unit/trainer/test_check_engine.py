@@ -8,7 +8,7 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
-from lightrft.trainer.checks.check_engine import check_engine
+from lightrft.trainer.checks.check_config import check_engine
 from lightrft.utils.errors import ConfigError
 from tests.architecture.tree import ROOT
 

@@ -13,7 +13,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model
 from lightrft.models.tiny.text_families import family_model
 from lightrft.strategy.gpu_use import GIB, GPUUse, known_peak
-from lightrft.trainer.device_use import DeviceUse, watched
+from lightrft.trainer.environment import DeviceUse, watched
 from tests.unit.models.attention.test_training_flops import BATCH
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.config.preference.online import OnlineConfig
+from lightrft.config.preference.sections import OnlineConfig
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult, tokens_of
 from lightrft.trainer.preference.online import PreferenceJudge, example_of
 from lightrft.types import Prompt, Rollout

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.utils import cpu_memory
-from lightrft.utils.cpu_memory import (
+from lightrft.utils import cpu
+from lightrft.utils.cpu import (
     BYTES,
     CACHES,
     KEPT,
@@ -70,7 +70,7 @@ def test_336_shapes_take_no_more_than_the_products_that_are_kept() -> None:
         "MALLOC_TRIM_THRESHOLD_": "262144",
         "OMP_NUM_THREADS": "1",
     }
-    path = str(Path(cpu_memory.__file__).resolve().parents[2])
+    path = str(Path(cpu.__file__).resolve().parents[2])
     words = [sys.executable, "-c", GROWTH]
     said = subprocess.run(
         words, env={**kept, **back, "PYTHONPATH": path}, capture_output=True, text=True, check=True
@@ -80,7 +80,7 @@ def test_336_shapes_take_no_more_than_the_products_that_are_kept() -> None:
 
 REUSE = """
 import resource
-from lightrft.utils.cpu_memory import keep_freed_memory
+from lightrft.utils.cpu import keep_freed_memory
 import torch
 kept = keep_freed_memory() if {keep} else None
 torch.ones(2**20)

@@ -17,8 +17,8 @@ from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request
-from lightrft.utils import cpu_threads
-from lightrft.utils.cpu_threads import (
+from lightrft.utils import cpu
+from lightrft.utils.cpu import (
     POLICIES,
     SPINS,
     WORTH_A_THREAD,
@@ -88,7 +88,7 @@ def test_long_prompts_are_computed_with_all_threads_and_tokens_with_one(
 
         monkeypatch.setattr(PlanDecodeSession, name, noted)
     engine = NativeEngine(KVDecoder(model), tokenizer, EngineConfig())
-    monkeypatch.setattr(cpu_threads, "WORTH_A_THREAD", 2.0 * engine.size * 10)
+    monkeypatch.setattr(cpu, "WORTH_A_THREAD", 2.0 * engine.size * 10)
     requests = [Request(Prompt("p", [5] * 20), 0), Request(Prompt("q", [6] * 3), 1)]
     list(engine.generate(requests, SamplingConfig(max_new_tokens=3)))
     assert set(used) == {("prefill", 2), ("step", 1)}

@@ -1,4 +1,4 @@
-from lightrft.viewer.formatting import compact, count, percent, seconds
+from lightrft.viewer.plots import compact, count, percent, seconds
 
 
 def test_numbers_are_short():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.viewer.figures import figures, plot_data
+from lightrft.viewer.page import figures, plot_data
 from lightrft.viewer.plots import BARS, POINTS, Plot, Series, smooth, thin, time_bars
 from tests.unit.viewer.runs import HOSTILE
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightrft.observability.run_directory import RunDirectory
-from lightrft.viewer.formatting import compact
+from lightrft.viewer.plots import compact
 from lightrft.viewer.report import write_report
 from tests.unit.viewer.browser import drive, needs_browser
 from tests.unit.viewer.runs import Config, make_run

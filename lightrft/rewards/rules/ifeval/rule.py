@@ -7,9 +7,13 @@ from typing import Any, TypeGuard
 
 from lightrft.rewards.registry import REWARDS
 from lightrft.rewards.rules.answer_extraction import after_thinking
-from lightrft.rewards.rules.ifeval.language_checks import LANGUAGE_CHECKS, MissingTool
-from lightrft.rewards.rules.ifeval.structure_checks import STRUCTURE_CHECKS
-from lightrft.rewards.rules.ifeval.word_checks import WORD_CHECKS, Check
+from lightrft.rewards.rules.ifeval.checks import (
+    LANGUAGE_CHECKS,
+    STRUCTURE_CHECKS,
+    WORD_CHECKS,
+    Check,
+    MissingTool,
+)
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 CHECKS: Mapping[str, Check] = {**WORD_CHECKS, **STRUCTURE_CHECKS, **LANGUAGE_CHECKS}

@@ -18,7 +18,7 @@ from lightrft.diagnostics.memory.phases import Device, Lengths, Model
 from lightrft.models.actor import Actor
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.tiny.text import tiny_config
-from lightrft.utils.cpu_memory import BYTES, CACHES
+from lightrft.utils.cpu import BYTES, CACHES
 
 LENGTHS = Lengths(16, 32, 4, 4)
 SIZES = {"vocab_size": 300, "num_attention_heads": 2}

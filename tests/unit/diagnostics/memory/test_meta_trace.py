@@ -9,8 +9,7 @@ import torch
 
 from lightrft.config.base import build
 from lightrft.config.model import LoRAConfig, ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.config.reward_model.sections import RewardModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig, RewardModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.diagnostics.memory.formulas import kept_by_blocks
 from lightrft.diagnostics.memory.meta_trace import AllocationTracker, forward, largest_batch, update

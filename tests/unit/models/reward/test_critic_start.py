@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.models.critic import Critic
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.process import ProcessRewardModel

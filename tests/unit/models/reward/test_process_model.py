@@ -15,7 +15,7 @@ from lightrft.algorithms.process_reward.objective import step_terms
 from lightrft.algorithms.reward_model.objective import reward_loss
 from lightrft.config.base import build
 from lightrft.config.model import ModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading.save_model import save_model
 from lightrft.models.reward.process import ProcessRewardModel, separator_places

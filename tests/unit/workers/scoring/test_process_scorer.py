@@ -13,8 +13,7 @@ from lightrft.algorithms.reward_shaping import token_rewards
 from lightrft.config.data import SpecialTokens
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import ScoringModelConfig
-from lightrft.config.reward_model.process import ProcessModelConfig
-from lightrft.config.reward_model.sections import RewardModelConfig
+from lightrft.config.reward_model.sections import ProcessModelConfig, RewardModelConfig
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.reward.process import ProcessRewardModel
 from lightrft.models.reward.process_form import Separator

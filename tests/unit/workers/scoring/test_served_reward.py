@@ -21,7 +21,7 @@ from lightrft.serving.http_server import Endpoint
 from lightrft.serving.problems import HTTPCall, HTTPProblem
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
-from lightrft.utils.http_client.circuit_breaker import CircuitBreaker
+from lightrft.utils.http_client.server_client import CircuitBreaker
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models
 from lightrft.workers.scoring.reward_wire import batch_from_json, batch_to_json, vocabulary_digest
 from tests.serving_helpers import answering, free_port, judge_at, save_judge, skip_waits

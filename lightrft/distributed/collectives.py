@@ -1,4 +1,4 @@
-"""Equal calls of ranks that shard weights.
+"""Equal calls of ranks that shard weights, and metrics merged over ranks.
 
 A call of a sharded module waits for all ranks. Where the data decide about the calls, as media do,
 a rank with fewer calls makes the others on blanks, which count for nothing.
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightrft.distributed.process_group import ProcessGroup
+from lightrft.observability.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -50,3 +51,14 @@ class EqualCalls:
                 blanks.setdefault(kind, blank)
         own = {kind: count for kind, (count, _) in calls.items()}
         return {kind: [blanks[kind]] * (n - own.get(kind, 0)) for kind, n in most.items()}
+
+
+def all_reduce_metrics(metrics: Metrics, ranks: ProcessGroup) -> Metrics:
+    """Merge ``metrics`` of all ranks and return the result on each."""
+    if ranks.size == 1:
+        return metrics
+    metrics.compute()  # tensors become numbers, which can be gathered
+    joined = Metrics()
+    for theirs in ranks.gather(metrics):
+        joined.merge(theirs)
+    return joined
