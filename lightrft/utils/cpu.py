@@ -1,4 +1,4 @@
-"""Memory of a process that computes on CPU: its caches of kernels, and what it frees.
+"""Memory and threads of a process that computes on CPU.
 
 oneDNN compiles a half-precision matrix product once per shape. oneDNN and PyTorch each cache up to
 1024 compiled products by default. This takes up to 0.6 GiB when response lengths vary. One pass
@@ -8,7 +8,8 @@ The C library of Linux returns a freed tensor above its threshold to the system 
 tensor of this size then waits for the system to clear every page. A training step allocates and
 frees the same tensors in each layer. On two cores, steps took 1.3 to 1.8 times as long.
 
-PyTorch uses threads for small operations, which wait for work in a way that can be set.
+The number of threads for small operations, and how they wait for work, are set here. This file is
+imported before PyTorch, which reads the environment once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+from lightrft.utils.lazy_imports import torch
 
 CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 KEPT = 64

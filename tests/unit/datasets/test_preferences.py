@@ -9,7 +9,7 @@ from PIL import Image
 
 from lightrft.config.data import DataConfig, SourceConfig
 from lightrft.config.model import ModelConfig
-from lightrft.datasets.benchmarks import media_preferences, preference_pairs
+from lightrft.datasets.benchmarks import image_preferences, media_preferences, preference_pairs
 from lightrft.datasets.open_source import open_source
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_readers import READERS
@@ -395,7 +395,7 @@ def test_pictures_of_one_prompt_are_paired_unless_their_ranks_are_equal(tmp_path
     random.Random(0).shuffle(rows)
     (tmp_path / "train.json").write_text(json.dumps(rows))
     found = source_of(
-        media_preferences.imagerewarddb_pairs, tmp_path / "train.json", "imagerewarddb"
+        image_preferences.imagerewarddb_pairs, tmp_path / "train.json", "imagerewarddb"
     )
     made = [found[i] for i in range(len(found))]
     assert sorted((m["chosen"]["image"], m["rejected"]["image"]) for m in made) == [
@@ -415,7 +415,7 @@ def test_models_of_one_prompt_are_paired(tmp_path):
         "three": "3.png",
     }
     (tmp_path / "train.json").write_text(json.dumps([row]))
-    found = source_of(media_preferences.genai_bench_pairs, tmp_path / "train.json", "genai_bench")
+    found = source_of(image_preferences.genai_bench_pairs, tmp_path / "train.json", "genai_bench")
     made = [found[i] for i in range(len(found))]
     assert [m["id"] for m in made] == ["4/one/two", "4/one/three", "4/two/three"]
     assert [(m["chosen"]["image"], m["rejected"]["image"]) for m in made] == [
