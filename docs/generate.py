@@ -35,7 +35,7 @@ from lightrft.config.other_names.rows import FRAMEWORKS
 from lightrft.config.other_names.table import ROWS
 from lightrft.config.preference.presets import PREFERENCE_PRESETS
 from lightrft.config.presets import PAPERS, PRESETS
-from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import READERS
 from lightrft.diagnostics.importing.reading import read_foreign
 from lightrft.diagnostics.importing.writing import translate
 from lightrft.models.families import FAMILIES, MEMBERS, UNREAD, Family

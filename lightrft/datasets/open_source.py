@@ -19,10 +19,10 @@ from typing import Any
 
 from lightrft.config.data import SourceConfig
 from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills READERS
-from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import (
     BOM,
     OPENERS,
+    READERS,
     ConcatRows,
     Csv,
     Indexes,

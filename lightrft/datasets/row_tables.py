@@ -4,6 +4,11 @@ All can be pickled.
 
 Files of JSON lines are indexed by byte offset and parsed on access. The index of a large file takes
 sixteen bytes per row. CSV files are held in memory.
+
+``READERS`` is the registry of readers, which convert a row of one layout to the usual columns:
+``prompt``, ``response``, ``label``, ``reference``, ``data_source`` and ``id``. A reader has the
+signature ``reader(row, **options) -> row`` and keeps the other columns of the row. ``KeyError`` and
+``ValueError`` become errors that name the row.
 """
 
 from __future__ import annotations
@@ -27,10 +32,12 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from lightrft.datasets.rows.recorded_row import RecordedRow, recorded
 from lightrft.utils.errors import DataError, did_you_mean, is_unicode
+from lightrft.utils.registry import Registry
 from lightrft.utils.yaml_text import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write before UTF-8 text."""
@@ -517,3 +524,6 @@ class MappedRows(LimitRows):
             problem = f"reader {self.name!r} cannot read the row: {error}"
             raise MalformedRow(f"{self.where(i)}: {problem}") from error
         return row.copied(as_row(converted, f"{self.where(i)}, after reader {self.name!r}"))
+
+
+READERS: Registry[Callable[..., Row]] = Registry("reader")

@@ -45,10 +45,9 @@ from lightrft.diagnostics.doctor_parts.engine import (
     media_findings,
 )
 from lightrft.diagnostics.doctor_parts.other_models import reward_model_findings, teacher_findings
-from lightrft.diagnostics.examined_device import device_of
 from lightrft.diagnostics.findings import Finding, Verdict
 from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
-from lightrft.diagnostics.memory.phases import Device, Lengths
+from lightrft.diagnostics.memory.phases import Device, Lengths, device_of
 from lightrft.diagnostics.memory.report import memory_findings, worker_findings
 from lightrft.engines.base import Engine
 from lightrft.models.loading.from_pretrained import config_ends, model_settings

@@ -19,7 +19,7 @@ from lightrft.algorithms.preference.inputs import (
     Responses,
     responses_of,
 )
-from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
+from lightrft.algorithms.preference.objective import token_weights, wpo_weights
 from lightrft.algorithms.preference.requirements import PreferenceRequirements
 from lightrft.algorithms.running_stats import RunningStats
 from lightrft.algorithms.token_ops import TokenRows, require_column

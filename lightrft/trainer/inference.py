@@ -21,10 +21,9 @@ from lightrft.rewards.startup_check import check_rewards
 from lightrft.rewards.success import Success
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
-from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.eval_results.prompt_scores import eval_conditions
 from lightrft.rollout.eval_results.summary import EvalSummary, summarize
-from lightrft.rollout.evaluation import Evaluation, evaluate
+from lightrft.rollout.evaluation import Evaluation, evaluate, load_eval_prompts
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.rollout.shown_samples import equal_outcomes, examples
 from lightrft.trainer.checks.context_limits import check_lengths, longest

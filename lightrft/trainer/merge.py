@@ -27,8 +27,8 @@ from lightrft.models.loading.from_pretrained import (
     load_tokenizer,
     model_settings,
     read_tokenizer,
+    write_gguf_as_folder,
 )
-from lightrft.models.loading.gguf_file import write_gguf_as_folder
 from lightrft.models.loading.older_readers import add_older_names
 from lightrft.models.merging.methods import merge_tensors
 from lightrft.models.merging.stored_model import (

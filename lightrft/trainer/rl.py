@@ -25,7 +25,7 @@ from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import tokens_of
 from lightrft.rollout.async_generation import AsyncGenerator, staleness_metrics
-from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
+from lightrft.rollout.evaluation import load_eval_prompts, prompt_keys
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels, check_named_sources
 from lightrft.rollout.serialization import save_batch, with_outcomes

@@ -12,7 +12,7 @@ from lightrft.datasets.encoded_dataset import EncodedDataset
 from lightrft.datasets.row_warnings import check_held_out
 from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.rewards.startup_check import check_rewards
-from lightrft.rollout.eval_prompts import load_eval_prompts, prompt_keys
+from lightrft.rollout.evaluation import load_eval_prompts, prompt_keys
 from lightrft.trainer.checks.preflight import (
     check_evaluation,
     check_trained_weights,

@@ -15,7 +15,7 @@ from lightrft.config.base import Settings
 from lightrft.config.data import ProcessDataConfig
 from lightrft.config.demo import DemoConfig
 from lightrft.config.generation import serving
-from lightrft.config.other_names.earlier import OLD_NAMES
+from lightrft.config.other_names.lookup import OLD_NAMES
 from lightrft.config.other_names.table import ROWS, rows_of
 from tests.architecture.tree import modules
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading import from_pretrained, packaged
-from lightrft.models.loading.from_pretrained import load_model, load_tokenizer
-from lightrft.models.loading.gguf_file import write_gguf_as_folder
+from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, write_gguf_as_folder
 from lightrft.models.loading.packaged import PACKAGED, PackagedModel
 from lightrft.utils.errors import ModelError
 from tests.e2e.command import command

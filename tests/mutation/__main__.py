@@ -28,7 +28,7 @@ PREFERENCE = [
     f"preference.{name}"
     for name in (
         *("registry", "inputs", "log_ratio_losses", "reference_free_losses", "extended_losses"),
-        *("labelled_losses", "ranked_losses", "modifiers", "objective", "requirements"),
+        *("labelled_losses", "ranked_losses", "objective", "requirements"),
         "compatibility",
     )
 ]

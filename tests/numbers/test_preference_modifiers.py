@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightrft.algorithms.preference.inputs import Labelled, Pairs, Responses, responses_of
-from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
-from lightrft.algorithms.preference.objective import preference_loss, preference_terms
+from lightrft.algorithms.preference.objective import (
+    preference_loss,
+    preference_terms,
+    token_weights,
+    wpo_weights,
+)
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.preference.sections import PreferenceConfig
 from lightrft.learner.preference_batch import PreferenceStats

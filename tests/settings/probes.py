@@ -50,7 +50,7 @@ from lightrft.observability.observer import NullObserver
 from lightrft.observability.trackers import read_rows
 from lightrft.rewards.base import NullScorer
 from lightrft.rewards.scorer import Scorer
-from lightrft.rollout.eval_prompts import load_eval_prompts
+from lightrft.rollout.evaluation import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.strategy import activation_offload, single
 from lightrft.trainer.rl import run_rl

@@ -20,8 +20,7 @@ from lightrft.datasets.benchmarks.preference_pairs import (
     pair_reader,
     placed,
 )
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row, Rows
+from lightrft.datasets.row_tables import READERS, Row, Rows
 
 TASK = "text-to-image"
 CAPTION = re.compile(r"Text Caption: \[(.*)\]", re.DOTALL)

@@ -10,8 +10,7 @@ import hashlib
 
 from lightrft.datasets.benchmarks.multiple_choice import choice_row
 from lightrft.datasets.benchmarks.preference_pairs import placed
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 
 INCORRECT = tuple(f"Incorrect Answer {i}" for i in (1, 2, 3))
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from lightrft.datasets.benchmarks.knowledge import gpqa_published
 from lightrft.datasets.benchmarks.multiple_choice import format_choices, with_choices
 from lightrft.datasets.media.fetch import first_given
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 from lightrft.utils.errors import DataError
 
 MARK = re.compile(r"<<[^<>]*>>")

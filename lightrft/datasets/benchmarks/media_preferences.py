@@ -22,8 +22,7 @@ from lightrft.datasets.benchmarks.preference_pairs import (
     judged,
     pair_reader,
 )
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 from lightrft.utils.errors import DataError
 
 

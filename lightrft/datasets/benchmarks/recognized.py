@@ -8,8 +8,7 @@ from lightrft.datasets.benchmarks.knowledge import mmlu, mmlu_pro
 from lightrft.datasets.benchmarks.math_sets import ANSWER, gpqa, gsm8k, math
 from lightrft.datasets.benchmarks.training_layouts import ifeval
 from lightrft.datasets.benchmarks.visual_math import mathvista, mmmu
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 
 LAYOUTS: tuple[tuple[frozenset[str], Callable[..., Row]], ...] = (
     (frozenset(("instruction_id_list", "kwargs", "prompt")), ifeval),

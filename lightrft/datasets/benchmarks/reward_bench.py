@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightrft.datasets.benchmarks.preference_pairs import placed
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 
 TIES = "ties"
 """Name of the subset of RewardBench 2 with several right responses, in lower case."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from lightrft.datasets.media.fetch import first_given
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 from lightrft.datasets.rows.row_content import with_input
 
 

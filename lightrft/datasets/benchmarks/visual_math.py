@@ -10,8 +10,7 @@ import re
 
 from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
 from lightrft.datasets.benchmarks.training_layouts import verl
-from lightrft.datasets.row_readers import READERS
-from lightrft.datasets.row_tables import Row
+from lightrft.datasets.row_tables import READERS, Row
 
 PLACE = re.compile(r"<image (\d)>")
 """Mention of an image by its number in MMMU."""

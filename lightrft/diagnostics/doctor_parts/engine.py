@@ -30,7 +30,7 @@ from lightrft.engines.served.start_checks import open_client, served_model
 from lightrft.engines.stop_strings import model_ends
 from lightrft.models.loading.from_pretrained import model_settings
 from lightrft.models.processors import Processor
-from lightrft.rollout.eval_prompts import load_eval_prompts
+from lightrft.rollout.evaluation import load_eval_prompts
 from lightrft.trainer.checks.context_limits import check_cache, check_context, longest
 from lightrft.trainer.checks.preflight import generates
 from lightrft.utils.errors import RESUMES, ConfigError, UserError

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightrft.algorithms.requirements import Requirements
@@ -15,6 +16,7 @@ from lightrft.config.engine import EngineConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import (
     DistillVerbConfig,
+    DoctorConfig,
     DPOConfig,
     RLConfig,
     ScoringConfig,
@@ -40,11 +42,13 @@ from lightrft.diagnostics.memory.formulas import (
     on_their_way,
     recurrent_states,
     shares_of,
+    size_of,
     tokens_held,
     unsharded_bytes,
 )
 from lightrft.diagnostics.memory.meta_trace import Saved, Traced
 from lightrft.models.actor import Actor, Backbone
+from lightrft.models.attention import varlen_cuda
 from lightrft.models.decoding.kinds import decodes_by_plan
 from lightrft.models.decoding.kv_decoder import PREFILL_TOKENS, PlanDecodeSession
 from lightrft.models.decoding.static_step import padded_shape
@@ -55,7 +59,8 @@ from lightrft.strategy.sharding import largest_block, outermost_blocks
 from lightrft.strategy.tensor_parallel import cut_names
 from lightrft.trainer.checks.preflight import generates
 from lightrft.types import Batch
-from lightrft.utils.errors import first_line
+from lightrft.utils.cpu import free_memory
+from lightrft.utils.errors import ConfigError, first_line
 
 DRAWING = "generation"
 MIB = 2**20
@@ -602,3 +607,43 @@ def _first(text: Any, *names: str) -> int | None:
         if value:
             return value
     return None
+
+
+def device_of(config: TrainingConfig, options: DoctorConfig) -> Device:
+    """Return the device of each process, as given or as found on this machine.
+
+    Raises ``ConfigError`` for an invalid memory size.
+    """
+    processes = config.launch.processes
+    kind = options.device
+    if kind == "auto":
+        kind = config.strategy.device
+        if kind == "auto":
+            kind = str(torch.accelerator.current_accelerator() or "cpu")
+        kind = kind.partition(":")[0]
+    if options.device_memory != "auto":
+        try:
+            return Device(kind, size_of(options.device_memory), processes, _kernel())
+        except ValueError as error:
+            raise ConfigError(f"doctor.device_memory = {error}") from None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and kind == accelerator.type:
+        memory = _free_on_device()
+    elif kind == "cpu":
+        memory = free_memory() // processes  # ranks on a CPU share its memory
+    else:
+        memory = 0
+    return Device(kind, memory, processes, _kernel())
+
+
+def _kernel() -> bool:
+    """Return True if torch has the GPU kernel for sequences of different lengths."""
+    return varlen_cuda.kernel() is not None
+
+
+def _free_on_device() -> int:
+    """Return the free bytes of the current accelerator, or 0 if torch cannot tell."""
+    try:
+        return torch.accelerator.get_memory_info()[0]
+    except (NotImplementedError, RuntimeError):  # not every backend reports its memory
+        return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -31,16 +33,16 @@ from lightrft.models.families import check_family, check_members, check_read, fa
 from lightrft.models.loading.adapter_base import SWITCHED, base_of, saved_adapters
 from lightrft.models.loading.adapter_folder import lora_of, with_saved_adapters
 from lightrft.models.loading.chat_template import fit_template
-from lightrft.models.loading.gguf_file import write_gguf_as_folder
+from lightrft.models.loading.export_check import check_export, probe_logits
 from lightrft.models.loading.hf_logging import BROKEN, suppress_hf_warnings
 from lightrft.models.loading.packaged import packaged_folder
-from lightrft.models.loading.save_model import end_list
+from lightrft.models.loading.save_model import end_list, save_model
 from lightrft.models.multimodal.submodules import PARTS, check_parts, is_selected
 from lightrft.models.multimodal.tower_attention import join_segments
 from lightrft.models.onednn.layers import replace_patch_embeddings, use_onednn
 from lightrft.utils.atomic_files import is_gguf, looks_like_path, nearest_name
 from lightrft.utils.chat_template import turn_ends
-from lightrft.utils.errors import ModelError, first_line, install_extra
+from lightrft.utils.errors import ConfigError, ModelError, first_line, install_extra, whole_message
 from lightrft.utils.peft_folder import ADAPTER_CONFIG
 
 _log = logging.getLogger(__name__)
@@ -525,3 +527,63 @@ def _found(path: str, revision: str | None, endpoint: str) -> str:
                 f"be reached ({first_line(error)}); give a folder, or check name and network"
             ) from None
     return path
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""Types of tensors that are not quantized."""
+
+
+@torch.no_grad()
+def write_gguf_as_folder(path: str, folder: Path) -> str:
+    """Write a GGUF file as a model folder in float32. Return a sentence about its types.
+
+    The whole model is in memory.
+
+    Args:
+        path: The file. It may have any quantization and architecture that transformers reads.
+        folder: The folder. It is empty, or does not exist.
+
+    Raises:
+        ConfigError: The package gguf is not installed.
+        ModelError: The file cannot be read, holds an architecture that transformers does not read,
+            or lacks weights, as a part of a split file does.
+    """
+    if find_spec("gguf") is None:
+        raise ConfigError(f"path = {path!r} needs the package gguf: {install_extra('gguf')}")
+    file = Path(path).expanduser()
+    try:
+        types = _types(file)
+        with suppress_hf_warnings(local=True):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+            )
+            model, info = loaded
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (*BROKEN, TypeError, AttributeError, IndexError, ImportError) as error:
+        raise ModelError(
+            f"path = {path!r}: transformers cannot read the file ({whole_message(error)})"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"path = {path!r}: {len(missing)} weights are missing, e.g. {missing[0]}; join a file "
+            "that was split first, by llama-gguf-split --merge of llama.cpp"
+        )
+    # The weights in memory are no longer quantized. The name is a title, and no path.
+    for field in ("quantization_config", "_model_name_or_path"):
+        vars(model.config).pop(field, None)
+    del model.hf_quantizer
+    save_model(model, tokenizer, folder)
+    check_export(folder, probe_logits(model.eval()), tokenizer)
+    return types
+
+
+def _types(file: Path) -> str:
+    from gguf import GGUFReader
+
+    counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(file).tensors)
+    kinds = {True: "not quantized", False: "dequantized"}
+    parts = []
+    for plain, title in kinds.items():
+        of = [f"{n} of {kind}" for kind, n in counts.most_common() if (kind in _PLAIN) == plain]
+        parts.append(f"{title}: {', '.join(of) or 'none'}")
+    return f"tensors {'; '.join(parts)}"

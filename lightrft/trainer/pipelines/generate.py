@@ -25,7 +25,7 @@ from lightrft.observability.events import Requests, RolloutsEvent
 from lightrft.observability.observer import NullObserver, Observer
 from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.startup_check import check_rewards
-from lightrft.rollout.eval_prompts import load_prompts
+from lightrft.rollout.evaluation import load_prompts
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.checks.context_limits import check_lengths, longest

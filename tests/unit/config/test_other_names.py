@@ -12,8 +12,7 @@ import pytest
 from lightrft.config import verbs
 from lightrft.config.base import Settings, build, has_setting, load_settings
 from lightrft.config.misread_values import leaves
-from lightrft.config.other_names.earlier import OLD_NAMES
-from lightrft.config.other_names.lookup import answer
+from lightrft.config.other_names.lookup import OLD_NAMES, answer
 from lightrft.config.other_names.rows import Converted, ValueTable
 from lightrft.config.other_names.table import ROWS, rows_of
 from lightrft.utils.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 
 from lightrft.config.data import SourceConfig
 from lightrft.datasets.open_source import open_source
-from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import READERS
 from lightrft.utils.errors import DataError
 
 

@@ -12,7 +12,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.datasets.benchmarks import image_preferences, media_preferences, preference_pairs
 from lightrft.datasets.open_source import open_source
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import READERS
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import save_tiny_media

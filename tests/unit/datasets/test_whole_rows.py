@@ -32,7 +32,7 @@ from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor, load_processor
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_tokenizer
-from lightrft.rollout.eval_prompts import load_prompts
+from lightrft.rollout.evaluation import load_prompts
 from lightrft.trainer.distill.data import load_rows, load_shown
 from lightrft.utils.errors import UserError
 from tests.unit.datasets.media_files import clip, picture, sound

@@ -14,8 +14,7 @@ from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.sampler import in_parts
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.rollout.accounting import CollectedRollouts, rollout_metrics
-from lightrft.rollout.eval_prompts import load_eval_prompts
-from lightrft.rollout.evaluation import Evaluation, evaluate
+from lightrft.rollout.evaluation import Evaluation, evaluate, load_eval_prompts
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.types import Prompt

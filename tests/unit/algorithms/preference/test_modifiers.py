@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.preference.inputs import responses_of
-from lightrft.algorithms.preference.modifiers import token_weights, wpo_weights
+from lightrft.algorithms.preference.objective import token_weights, wpo_weights
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.preference.sections import PreferenceConfig
 from tests.unit.algorithms.preference.examples import numbers
