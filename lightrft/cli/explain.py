@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def explanation_of(words: Sequence[str]) -> Explanation:
     """Return the explanation of a preset, or of a config of any verb that trains."""
-    from lightrft.diagnostics.prompts.shown_rows import prompt_texts
+    from lightrft.diagnostics.prompts.prompt_texts import prompt_texts
     from lightrft.trainer.explanation.of_config import explained
 
     verb, settings = "auto", []

@@ -1,4 +1,4 @@
-"""The dataset of encoded rows, which prompts and training examples share, mixed from its sources."""
+"""The dataset of encoded rows, for prompts and training examples, mixed from its sources."""
 
 from __future__ import annotations
 

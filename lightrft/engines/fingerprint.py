@@ -1,4 +1,4 @@
-"""Checksums of weights, which prove that two processes hold the same tensors, and show which changed."""
+"""Checksums of weights, which prove that two processes hold the same tensors or show changes."""
 
 from __future__ import annotations
 

@@ -21,8 +21,6 @@ from lightrft.config.verbs import (
     PRMVerbConfig,
     RLConfig,
     RMConfig,
-    ScoringConfig,
-    SFTConfig,
     TrainingConfig,
 )
 from lightrft.datasets.media.fetch import shown
@@ -33,6 +31,7 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import unread_problem
 from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.diagnostics.prompts.prompt_texts import validation_of
 from lightrft.models.processors import load_processor
 from lightrft.observability.data_record import ShownRow, ShownSection, Span, TokenLengths
 from lightrft.trainer.preference.base import load_preferences
@@ -43,7 +42,6 @@ from lightrft.workers.local import local_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 AnyDataset = PromptDataset | SFTDataset | PreferenceDataset | ProcessDataset
 
@@ -227,37 +225,3 @@ def _spans(
             text = tokenizer.decode(numbers, skip_special_tokens=False)
         spans.append(Span(text, is_trained))
     return spans
-
-
-def prompt_texts(config: TrainingConfig) -> Iterator[tuple[str, str]]:
-    """Yield the name and the form of the prompts of each data section with sources."""
-    sections: list[tuple[str, DataConfig]] = [("data", config.data)]
-    sections += [("validation", section) for section in validation_of(config)]
-    if not isinstance(config, ScoringConfig):
-        sections.append(("eval.data", config.eval.data))
-    for name, section in sections:
-        if section.sources:
-            yield name, prompt_text(section)
-
-
-def validation_of(config: TrainingConfig) -> list[DataConfig]:
-    """Return the settings of the held-out rows with responses, in a list that may be empty."""
-    if isinstance(config, SFTConfig | DPOConfig | DistillVerbConfig | ScoringConfig):
-        return [config.validation]
-    return []
-
-
-def prompt_text(data: DataConfig) -> str:
-    """Return the form of the prompts of ``data``, such as ``user: {prompt}``."""
-    text = "{prompt}" if data.template is None else data.template
-    if data.apply_chat_template is False:
-        return f"{text!r}, without a chat template"
-    messages = [] if data.system is None else [f"system: {data.system!r}"]
-    messages.append(f"user: {text!r}")
-    where = "in the chat template"
-    if data.apply_chat_template == "auto":
-        where += " if the tokenizer has one"
-    if data.chat_template_options:
-        options = (f"{name}={value!r}" for name, value in data.chat_template_options.items())
-        where += f", with {', '.join(options)}"
-    return f"{', '.join(messages)}, {where}"

@@ -1,4 +1,4 @@
-"""The order in which several senders send the tensors of an update, and the transport they can use."""
+"""The order in which several senders send the tensors of an update, and their usable transport."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from lightrft.config.base import build, to_yaml
 from lightrft.config.data import DataConfig, SFTDataConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.verbs import DPOConfig, PRMVerbConfig, RLConfig, SFTConfig
-from lightrft.diagnostics.prompts.shown_rows import prompt_texts
+from lightrft.diagnostics.prompts.prompt_texts import prompt_texts
 from lightrft.utils.yaml_text import parse_yaml
 
 GIVEN: dict[str, Any] = {
