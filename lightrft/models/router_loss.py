@@ -52,7 +52,7 @@ class RouterLoss:
         self.coef = coef
         self._kind: str = model.config.model_type
         config: Any = model.config.get_text_config(decoder=True)
-        owners: list[Any] = [owner for owner in (model, config) if _has_top_k(owner)]
+        owners: list[Any] = [one for one in (model, config) if hasattr(one, "num_experts_per_tok")]
         # transformers adds the loss in the file of the family, or nowhere
         if not owners or not hasattr(
             sys.modules[type(model).__module__], "load_balancing_loss_func"
@@ -177,10 +177,6 @@ class RouterLoss:
             f"{SETTING} = {self.coef:g} does not work with model type {self._kind!r}: {why}; "
             f"leave {SETTING} out"
         )
-
-
-def _has_top_k(owner: object) -> bool:
-    return hasattr(owner, "num_experts_per_tok")
 
 
 def counts_of_tokens(batch: Batch, source: Tensor) -> Tensor:

@@ -230,7 +230,10 @@ class SingleStrategy:
             for name, master in inner.masters.items():
                 # The engine may generate with the parameters, so they stay.
                 if master is not inner.parameters[name]:
-                    _move_in_place(master, device)
+                    other = moved(master, device)
+                    if other is not master:
+                        # Setting the data of a DTensor would not move its shard.
+                        torch.utils.swap_tensors(master, other)
                 held = state.optimizer.state.get(master, {})
                 # Not the step count, which is a single number.
                 for key in MOMENTS[:2]:
@@ -308,13 +311,6 @@ class SingleStrategy:
     def _copy(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
         """Copy tensors into others of the same shapes, in few kernels on a GPU."""
         torch._foreach_copy_([self.local(x) for x in to], [self.local(x) for x in of])
-
-
-def _move_in_place(tensor: Tensor, device: torch.device) -> None:
-    other = moved(tensor, device)
-    if other is not tensor:
-        # Setting the data of a DTensor would not move its shard.
-        torch.utils.swap_tensors(tensor, other)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

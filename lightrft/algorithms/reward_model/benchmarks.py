@@ -202,7 +202,9 @@ def ties_score(rows: Sequence[RewardBench2Row]) -> float:
             raise DataError(f"RewardBench 2, Ties: the id {row.id!r} is not ref:N or tied:N")
         if int(number) in gaps[kind]:
             raise DataError(f"RewardBench 2, Ties: the id {row.id!r} is there twice")
-        gaps[kind][int(number)] = _gaps_of(row)
+        correct, wrong = row.scores[: row.correct], row.scores[row.correct :]
+        spread = max(correct) - min(correct) if len(correct) > 1 else None
+        gaps[kind][int(number)] = _Gaps(min(correct) - max(wrong), spread)
     preferred, preferred_in_both, ratios = [], [], []
     for number, tied in gaps["tied"].items():
         ref = gaps["ref"].get(number)
@@ -234,12 +236,6 @@ class _Gaps:
 
     gap: float
     spread: float | None
-
-
-def _gaps_of(row: RewardBench2Row) -> _Gaps:
-    correct, wrong = row.scores[: row.correct], row.scores[row.correct :]
-    spread = max(correct) - min(correct) if len(correct) > 1 else None
-    return _Gaps(min(correct) - max(wrong), spread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,11 @@ def _old_logprobs(algorithm: AlgorithmConfig) -> Iterator[str]:
     source = algorithm.old_logprobs
     if source == "policy":
         return
-    weighing = _corrections_of_old_policy(algorithm)
+    weighing = [
+        part.name
+        for part in algorithm.importance_sampling
+        if part.name in IS_CORRECTIONS and "old" in IS_CORRECTIONS.about(part.name).needs
+    ]
     if source == "rollout":
         for name in weighing:
             yield (
@@ -224,15 +228,6 @@ def _old_logprobs(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not has_ratio and not reader:
         loss = algorithm.loss.name
         yield f"algorithm.old_logprobs = {source} changes nothing: loss {loss!r} has no ratio"
-
-
-def _corrections_of_old_policy(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the built-in corrections in use that read the old log-probs."""
-    found = []
-    for part in algorithm.importance_sampling:
-        if part.name in IS_CORRECTIONS and "old" in IS_CORRECTIONS.about(part.name).needs:
-            found.append(part.name)
-    return found
 
 
 def _reader_of_old_logprobs(algorithm: AlgorithmConfig) -> str:

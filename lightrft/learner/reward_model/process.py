@@ -213,7 +213,7 @@ def step_metrics(
         metrics.add(f"process_model/loss/{term.name}", mean)
     scores = found.scores.detach()[judged].double()
     labels = require_column(batch.step_labels)[found.places][judged]
-    right = step_hits(scores, labels, settings.process_model.threshold)
+    right = ((scores >= settings.process_model.threshold) == (labels >= 0.5)).double()
     metrics.add("process_model/score", Mean.of(scores))
     metrics.add("process_model/right_labels", Mean.of(labels))
     metrics.add("process_model/step_accuracy", Mean.of(right))
@@ -223,17 +223,6 @@ def step_metrics(
             mean = Mean.of(right, source_of == number)
             metrics.add(f"process_model/{name}/step_accuracy", mean)
     return metrics
-
-
-def step_hits(scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Return 1 for each step that is judged as its label, and 0 for others, float64 ``[S]``.
-
-    Args:
-        scores: ``[S]``.
-        labels: ``[S]``. A step is right from 0.5.
-        threshold: Smallest score of a right step.
-    """
-    return ((scores >= threshold) == (labels >= 0.5)).double()
 
 
 LOSS_ROWS = 256

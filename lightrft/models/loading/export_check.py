@@ -24,17 +24,12 @@ _UNREADABLE = (*BROKEN, TypeError, AttributeError, ImportError)
 _PROBE = "1 + 1 = 2, naïve\n  {x: [0.5]}"
 
 
-def probe_ids(rows: int) -> Tensor:
-    """Return the token ids ``[1, 8]`` of the tiny input, for a vocabulary of ``rows`` tokens."""
-    return torch.arange(4, 12)[None] % rows
-
-
 @torch.no_grad()
 def probe_logits(model: nn.Module) -> Tensor:
-    """Return the logits of a transformers or peft model for ``probe_ids``, on the CPU."""
+    """Return the logits of a transformers or peft model for eight tokens, ``[1, 8, V]``, on the CPU."""
     inner: Any = model
     rows = inner.config.get_text_config(decoder=True).vocab_size
-    ids = probe_ids(rows).to(next(inner.parameters()).device)
+    ids = (torch.arange(4, 12)[None] % rows).to(next(inner.parameters()).device)
     return inner(input_ids=ids, use_cache=False).logits.cpu()
 
 
@@ -60,7 +55,7 @@ def check_export(
 
     Args:
         folder: The folder.
-        expected: Logits of the written model for ``probe_ids``. ``None`` checks that the logits
+        expected: Logits of the written model, of ``probe_logits``. ``None`` checks that the logits
             are finite.
         tokenizer: The written tokenizer. ``None`` to check none.
 

@@ -52,7 +52,11 @@ def add_older_names(folder: Path, *, is_tied: bool | None = None) -> None:
         if not _agree(before, _config(folder)):
             file.write_text(text, encoding="utf-8")
         if is_tied is not None:
-            _set_tied(file, is_tied)
+            tree = json.loads(file.read_text(encoding="utf-8"))
+            for section in (tree, tree.get("text_config") or {}):
+                if "tie_word_embeddings" in section:
+                    section["tie_word_embeddings"] = is_tied
+            file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     file = folder / "tokenizer_config.json"
     if file.is_file():
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -103,14 +107,6 @@ def published_layout(model: PreTrainedModel) -> Generator[None]:
         any_model._weight_conversions = given
         for operation in changed:
             operation.check_dims = True
-
-
-def _set_tied(file: Path, is_tied: bool) -> None:
-    tree = json.loads(file.read_text(encoding="utf-8"))
-    for section in (tree, tree.get("text_config") or {}):
-        if "tie_word_embeddings" in section:
-            section["tie_word_embeddings"] = is_tied
-    file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

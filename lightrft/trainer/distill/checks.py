@@ -37,7 +37,12 @@ def check_distill(config: DistillVerbConfig) -> None:
     for key, teacher in named_teachers(config).items():
         check_served(key, teacher, settings)
     if config.teacher.path:
-        check_separate(config)
+        if config.distill.refresh_every:
+            raise ConfigError(
+                f"distill.refresh_every = {config.distill.refresh_every} moves the teacher towards "
+                f"the student, and teacher.path = {config.teacher.path!r} names another model; leave "
+                "teacher.path out, or set distill.refresh_every=0"
+            )
     elif not config.teachers:
         check_self_distillation(config)
 
@@ -89,16 +94,6 @@ def check_served(key: str, teacher: DistillTeacherConfig, settings: Distillation
             f"distill.temperature = {settings.temperature} with {key}.url: the share of the other "
             "tokens is known at temperature 1 alone; set distill.tail=renormalised, or "
             "distill.temperature=1"
-        )
-
-
-def check_separate(config: DistillVerbConfig) -> None:
-    """Raise ``ConfigError`` if settings of self-distillation stand next to a teacher."""
-    if config.distill.refresh_every:
-        raise ConfigError(
-            f"distill.refresh_every = {config.distill.refresh_every} moves the teacher towards the "
-            f"student, and teacher.path = {config.teacher.path!r} names another model; leave "
-            "teacher.path out, or set distill.refresh_every=0"
         )
 
 

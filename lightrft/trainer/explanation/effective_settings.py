@@ -57,7 +57,10 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
         elif given_by := set_by(full, sources):
             origin = given_by
         elif key in in_preset:
-            origin = _of_preset(preset, key, value)
+            # True and False are ints in Python.
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            cited = source_of(preset, key) if is_number else None
+            origin = f"preset {preset}: {cited}" if cited else f"preset {preset}"
         else:
             origin = "default"
         found.append(EffectiveSetting(full, value, origin))
@@ -192,14 +195,6 @@ def _owner(key: str, algorithm: AlgorithmConfig) -> str:
     for word in key.partition(".options.")[0].split("."):
         place = place[int(word)] if word.isdigit() else getattr(place, word)
     return place.name
-
-
-def _of_preset(preset: str, key: str, value: object) -> str:
-    """Return the preset as origin, and for a number also the source that the preset cites."""
-    # True and False are ints in Python.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    cited = source_of(preset, key) if is_number else None
-    return f"preset {preset}: {cited}" if cited else f"preset {preset}"
 
 
 def set_by(key: str, sources: Mapping[str, str]) -> str | None:
