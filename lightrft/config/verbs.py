@@ -379,10 +379,6 @@ def judged_tree(config: JudgeTrainingConfig) -> dict[str, Any]:
     return tree
 
 
-JudgeConfigs: TypeAlias = JudgeSFTConfig | JudgeRLConfig | JudgeDPOConfig
-"""The settings of a method of ``lightrft grm``."""
-
-
 PolicyConfig: TypeAlias = RLConfig | SupervisedConfig
 """The settings of a verb that trains a policy."""
 ScoringConfig: TypeAlias = RMConfig | PRMVerbConfig

@@ -501,28 +501,6 @@ def masked(value: Any, _: Options) -> Any:
     return [{"name": "high_entropy", "options": {"rho": value}}]
 
 
-def on_flag(name: str, value: Any, *options_of: str) -> Any:
-    """Return a conversion of a flag to a list of components, with an option from elsewhere.
-
-    Args:
-        name: Name of the component.
-        value: Its further options.
-        options_of: ``ours=theirs`` of options.
-    """
-
-    def convert(flag: Any, options: Options) -> Any:
-        if not flag:
-            return Converted()
-        found = dict(value)
-        for pair in options_of:
-            own, _, other = pair.partition("=")
-            if options.get(other) is not None:
-                found[own] = options[other]
-        return [{"name": name, "options": found}] if found else [name]
-
-    return convert
-
-
 def overlong(*factors: str) -> Any:
     """Return a conversion of the buffer of DAPO's penalty, in tokens.
 
