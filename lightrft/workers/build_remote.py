@@ -33,7 +33,7 @@ from lightrft.workers.reward_workers import (
     reward_model_worker,
     reward_scorer_worker,
 )
-from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.collecting import CombiningScorer
 from lightrft.workers.weight_sync import SENDERS, WeightSyncConfig
 from lightrft.workers.worker_group import FaultPolicy
 

@@ -42,7 +42,7 @@ from lightrft.utils.errors import ConfigError, ModelError, path_of
 from lightrft.workers.engine_kinds import EngineParts, check_media, check_native, kind_of
 from lightrft.workers.frozen_models import local_frozen
 from lightrft.workers.local_vllm import check_shared_copy
-from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.collecting import CombiningScorer
 from lightrft.workers.scoring.judge import open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.model_scorer import ModelScorer, scoring_models

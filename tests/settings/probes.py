@@ -60,7 +60,7 @@ from lightrft.utils.stop_signal import StopFlag
 from lightrft.workers.build_remote import RemoteRoleBuilder
 from lightrft.workers.local import with_reward_models
 from lightrft.workers.local_served import own_server_options
-from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.collecting import CombiningScorer
 from lightrft.workers.scoring.judge import LocalJudge, open_judges
 from lightrft.workers.scoring.judge_scorer import JudgeScorer
 from lightrft.workers.scoring.judge_scorer import comparisons as judge_questions

@@ -1,16 +1,20 @@
-"""Collect the responses of a scorer, to score them together."""
+"""Collect the responses of a scorer, to score them together, and combine the terms of rewards."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
 
+from lightrft.algorithms.reward_terms.combination import gated, worst
+from lightrft.config.reward import RewardConfig
 from lightrft.rewards.base import RewardScorer
 from lightrft.roles import HasEventCounts
 from lightrft.types import Batch, Rollout, Segments
+from lightrft.utils.errors import ConfigError, did_you_mean
 
 
 def counts_of(scorer: RewardScorer) -> dict[str, int]:
@@ -120,3 +124,65 @@ def batch_of(rollouts: Sequence[Rollout]) -> Batch:
         Segments.of([rollout.token_ids for rollout in rollouts]),
         torch.tensor(prompt_of, dtype=torch.long),
     )
+
+
+class CombiningScorer:
+    """A scorer that combines the terms of another scorer, see ``reward.gates`` and ``combine``.
+
+    Args:
+        inner: Scores the responses.
+        config: The settings ``reward``.
+        models: Names of the terms of reward models.
+
+    Raises:
+        ConfigError: ``reward.gates`` names an unknown term.
+    """
+
+    def __init__(
+        self, inner: RewardScorer, config: RewardConfig, models: Iterable[str] = ()
+    ) -> None:
+        self.inner = inner
+        self.config = config
+        names = {*models, *(judge.name for judge in config.judges)}
+        for terms in (config.terms, *config.per_source.values()):
+            names |= {term.label for term in terms}
+        for gated_term, gate in config.gates.items():
+            for name in (gated_term, gate):
+                # A function may return several named values: function/value.
+                if name.partition("/")[0] not in names:
+                    raise ConfigError(
+                        f"reward.gates = {{{gated_term}: {gate}}}: there is no term {name!r}"
+                        f"{did_you_mean(name, names)}; the terms: {', '.join(sorted(names))}"
+                    )
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """See ``RewardScorer.check_sources``."""
+        self.inner.check_sources(sources)
+
+    def submit(self, rollout: Rollout) -> None:
+        """See ``RewardScorer.submit``."""
+        self.inner.submit(rollout)
+
+    def results(self, wait: bool) -> Iterator[Rollout]:
+        """See ``RewardScorer.results``."""
+        for rollout in self.inner.results(wait):
+            if not rollout.failed and rollout.reward is not None:
+                self._combine(rollout)
+            yield rollout
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``HasEventCounts``."""
+        return counts_of(self.inner)
+
+    def close(self) -> None:
+        """See ``RewardScorer.close``."""
+        self.inner.close()
+
+    def _combine(self, rollout: Rollout) -> None:
+        """Set the reward and the weights of ``rollout``."""
+        config, terms = self.config, rollout.terms
+        weights = gated(terms, rollout.weights, config.gates, config.gate_threshold)
+        if config.combine == "worst":
+            weights = worst(terms, weights)
+        rollout.weights = weights
+        rollout.reward = math.fsum(weight * terms[name] for name, weight in weights.items())

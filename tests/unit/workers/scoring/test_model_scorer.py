@@ -20,8 +20,7 @@ from lightrft.rewards.base import NullScorer
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import model_scorers
-from lightrft.workers.scoring.collecting import batch_of
-from lightrft.workers.scoring.combining_scorer import CombiningScorer
+from lightrft.workers.scoring.collecting import CombiningScorer, batch_of
 from lightrft.workers.scoring.model_scorer import (
     ModelScorer,
     ScoringModel,
