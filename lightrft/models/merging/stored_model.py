@@ -1,4 +1,4 @@
-"""Models on disk, read tensor by tensor under the names in their files, and written the same way."""
+"""Models on disk: read tensor by tensor under the names in their files, and written likewise."""
 
 from __future__ import annotations
 
