@@ -26,7 +26,7 @@ _PROBE = "1 + 1 = 2, naïve\n  {x: [0.5]}"
 
 @torch.no_grad()
 def probe_logits(model: nn.Module) -> Tensor:
-    """Return the logits ``[1, 8, V]`` of a transformers or peft model for a tiny input, on the CPU."""
+    """Return logits ``[1, 8, V]`` of a transformers or peft model for eight tokens, on the CPU."""
     inner: Any = model
     rows = inner.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(4, 12)[None] % rows).to(next(inner.parameters()).device)
