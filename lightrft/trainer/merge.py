@@ -50,8 +50,11 @@ from lightrft.models.merging.training_checkpoint import (
 )
 from lightrft.models.processors import load_processor
 from lightrft.models.processors.written import check_processor
+from lightrft.models.reward.other_layouts import holds_other_head
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.observability.progress_bar import Progress
 from lightrft.trainer.saved_policy import check_replaceable, is_saved, resolved, write_policy
+from lightrft.types import Batch, Prompt, Segments
 from lightrft.utils.atomic_files import human_bytes, whole_folder
 from lightrft.utils.errors import ConfigError, ModelError, whole_message
 from lightrft.utils.peft_folder import ADAPTER_CONFIG
@@ -77,10 +80,11 @@ class WrittenModel:
         size = f"{self.tensors} tensors, {human_bytes(self.bytes)}"
         files = "1 file" if self.files == 1 else f"{self.files} files"
         about = f"  {self.about}\n" if self.about else ""
-        # A classifier has no head that writes text.
+        # A classifier or a reward model has no head that writes text.
         names = read_config(self.folder, str(self.folder)).get("architectures") or ()
-        is_classifier = any(name.endswith("Classification") for name in names)
-        command = "serve-rm " if is_classifier else "chat model="
+        scores = any(name.endswith("Classification") for name in names)
+        scores = scores or holds_other_head(ModelConfig(path=str(self.folder)))
+        command = "serve-rm " if scores else "chat model="
         return f"{self.folder}: {size} in {files}\n{about}  lightrft {command}{self.folder}"
 
 
@@ -202,11 +206,28 @@ def run_merge(
         add_older_names(folder)
         _write(config, inputs, writer, title)
         # Nothing but the weights of a checkpoint tells its logits.
-        check_export(folder, _expected(config, inputs) if opened is None else None)
+        if opened is not None and holds_other_head(ModelConfig(path=str(folder))):
+            _check_scores(folder)
+        else:
+            check_export(folder, _expected(config, inputs) if opened is None else None)
         _check_media(config, inputs, folder)
         shutil.rmtree(folder / _RUNS, ignore_errors=True)
         files = len(list(folder.glob("*.safetensors")))
     return WrittenModel(output, len(writer.specs), files, writer.total_bytes)
+
+
+@torch.no_grad()
+def _check_scores(folder: Path) -> None:
+    """Raise ``ModelError`` unless the folder is read as a reward model with finite scores."""
+    if not fits_memory(folder):
+        log.warning("%s is too large for the free memory; it is not checked", folder)
+        return
+    reward = RewardModel.open(folder)
+    prompt = Prompt("probe", [k % reward.text_config.vocab_size for k in range(4, 12)], "")
+    batch = Batch(Segments.of_prompts([prompt]), Segments.of([[]]), torch.tensor([0]))
+    for name, found in reward(batch).items():
+        if not bool(found.scores.isfinite().all()):
+            raise ModelError(f"{folder}: the scores of its head {name} are not finite")
 
 
 def _ordered(config: MergeConfig) -> MergeConfig:

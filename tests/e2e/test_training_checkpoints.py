@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
+from lightrft.config.model import ModelConfig
+from lightrft.models.critic import Critic
 from lightrft.models.merging.training_checkpoint import open_training_checkpoint
+from lightrft.models.reward.reward_model import RewardModel
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.types import Batch, Prompt, Segments
 from lightrft.utils.errors import ModelError
 from tests.e2e.command import ROOT, Outcome, assert_refused, command
 from tests.serving_helpers import free_port
@@ -158,3 +163,85 @@ def test_a_checkpoint_of_zero_that_lacks_a_rank_is_refused(of_deepspeed, tmp_pat
     next(tmp_path.glob("zero2/*/*rank_1*_optim_states.pt")).unlink()
     with pytest.raises(ModelError, match="of 1 ranks, and 2 wrote it"):
         open_training_checkpoint(str(tmp_path / "zero2"), "deepspeed", str(of_deepspeed / "base"))
+
+
+def of_a_scorer(base: Path, head: str, wrapped: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a critic or a reward model over the model in ``base``."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    states = {
+        f"model.{name}" if wrapped else name: tensor + 0.01
+        for name, tensor in model.state_dict().items()
+        if wrapped or not name.startswith("lm_head.")
+    }
+    width = model.config.hidden_size
+    if head != "mlp":
+        return {**states, head: torch.randn(1, width)}
+    sizes = {"0.weight": (width, width), "0.bias": (width,), "1.weight": (width,)}
+    layers = {f"preference_head.{k}": torch.randn(size) for k, size in sizes.items()}
+    layers["preference_head.3.weight"] = torch.randn(1, width)
+    pool = {"query": (width,), "k.weight": (width, width), "v.weight": (width, width)}
+    pools = {f"preference_attnpool.{k}": torch.randn(size) for k, size in pool.items()}
+    return {**states, **layers, **pools, "preference_logit_scale": torch.tensor([2.0])}
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize(
+    ("head", "wrapped"),
+    [("score.weight", False), ("value_head.weight", True), ("mlp", False)],
+    ids=["openrlhf", "lightrft's critic", "lightrft's reward model"],
+)
+def test_a_checkpoint_of_a_critic_or_a_reward_model_becomes_a_folder_that_scores(
+    tmp_path, lightrft, layout, head, wrapped
+):
+    tokenizer = tiny_tokenizer()
+    base, out, ckpt = (tmp_path / name for name in ("base", "out", "ckpt"))
+    tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    state = of_a_scorer(base, head, wrapped)
+    if layout == "fsdp":
+        dcp.save(state, checkpoint_id=ckpt, no_dist=True)
+    else:
+        ckpt.mkdir()
+        torch.save({"module": state, "mp_world_size": 1}, ckpt / "mp_rank_00_model_states.pt")
+    said = lightrft("convert", ckpt, f"from={layout}", f"base={base}", f"output={out}")
+    assert said.status == 0, said
+    assert f"lightrft serve-rm {out}" in said.out
+    reward = RewardModel.open(out)
+    written = {n.removeprefix("model.") if wrapped else n: t for n, t in state.items()}
+    for name, tensor in reward.base.state_dict().items():
+        if name in written:
+            assert torch.equal(tensor, written[name]), name
+    ids = [5, 6, 7, 8]
+    found = lightrft_scores(reward, ids)
+    if head == "mlp":
+        assert list(reward.head_names) == ["preference"] and 0 < found < 1
+        return
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.load_state_dict({n: t for n, t in written.items() if n != head}, strict=False)
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+    assert found == pytest.approx(float(hidden @ state[head][0]), abs=1e-4)
+    value = Critic.load(ModelConfig(path=str(out))).value_head.weight
+    assert torch.equal(value, state[head])
+
+
+def lightrft_scores(reward: RewardModel, ids: list[int]) -> float:
+    batch = Batch(Segments.of_prompts([Prompt("0", ids, "")]), Segments.of([[]]), torch.tensor([0]))
+    with torch.no_grad():
+        return float(next(iter(reward(batch).values())).scores[0])
+
+
+def test_a_checkpoint_with_an_unknown_head_is_refused_by_its_name(tmp_path, lightrft):
+    tokenizer, base = tiny_tokenizer(), tmp_path / "base"
+    tiny_model("qwen2", seed=1, hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    state = of_a_scorer(base, "score.weight") | {"model.extra.weight": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    said = lightrft("convert", tmp_path / "ckpt", f"base={base}", f"output={tmp_path / 'out'}")
+    assert_refused(said, "model.extra.weight is no weight of base", "no head of a critic")
+    del state["model.extra.weight"], state["model.norm.weight"]
+    dcp.save(state, checkpoint_id=tmp_path / "less", no_dist=True)
+    said = lightrft("convert", tmp_path / "less", f"base={base}", f"output={tmp_path / 'out'}")
+    assert_refused(said, "norm.weight")
+    assert not (tmp_path / "out").exists()

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint import (
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import model_settings, where_of
 from lightrft.models.merging.stored_model import StoredModel, check_plain, stored_tensors
+from lightrft.models.reward.other_layouts import NAME, PREFIXES
 from lightrft.utils.atomic_files import is_gguf
 from lightrft.utils.errors import ModelError, first_line
 
@@ -309,6 +310,7 @@ def _renamed(tensors: Mapping[str, Tensor], base: str, path: str) -> dict[str, T
             f"{path} holds {len(adapters)} tensors of adapters, e.g. {adapters[0]}; write them by "
             "the framework that trained them, and merge that folder by lightrft merge"
         )
+    heads = heads_in(tensors, base)
     prefixes = {name.removesuffix(one) for one in wanted for name in tensors if name.endswith(one)}
     # As ``model.`` may begin names of the model too, the one that fits most names.
     prefix = max(
@@ -319,19 +321,36 @@ def _renamed(tensors: Mapping[str, Tensor], base: str, path: str) -> dict[str, T
             f"{path}: none of its tensors is one of base = {base!r}; it has, e.g., "
             f"{', '.join(sorted(tensors)[:2])}; name the model that the training started from"
         )
-    others = sorted(name for name in tensors if not name.startswith(prefix))
+    own = {prefix + one for one in wanted} | heads
+    # An actor may hold more, which the check of the written folder names.
+    others = sorted(
+        name for name in tensors if name not in own and (heads or not name.startswith(prefix))
+    )
     optimizer = [name for name in others if name.startswith(("optim", "state."))]
     if len(others) > len(optimizer):
         other = next(name for name in others if name not in optimizer)
         raise ModelError(
-            f"{path}: {other} is no weight of base = {base!r}, as of a critic or a reward model; "
-            "convert it by the framework that wrote it"
+            f"{path}: {other} is no weight of base = {base!r}, and no head of a critic or a reward "
+            "model that is known here; convert it by the framework that wrote it"
         )
     return {
-        name.removeprefix(prefix): tensor
+        name if name in heads else name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
         if name not in optimizer
     }
+
+
+def heads_in(names: Iterable[str], base: str) -> set[str]:
+    """Return those of ``names`` that are of heads of critics or reward models.
+
+    Args:
+        names: Names in a checkpoint.
+        base: The model that the training started from, whose config may name the head.
+    """
+    fields = model_settings(ModelConfig(path=base, unproved_family="allow")).to_dict()
+    prefixes = (fields.get("value_head_prefix") or PREFIXES[0], *PREFIXES)
+    linear = {f"{prefix}.{part}" for prefix in prefixes for part in ("weight", "bias")}
+    return {name for name in names if name in linear or NAME.fullmatch(name)}
 
 
 def _names(base: str) -> set[str]:
