@@ -130,7 +130,6 @@ REFUSED = {
     "sp_size": "it splits tokens over several processes",
     "engine_tp_size": "an engine of several processes belongs to `lightrft rl`",
     "grad_accum_dtype": "gradients add up in float32",
-    "fsdp_cpu_offload": "it moves shards of several processes",
     "use_mp_opt": "the optimizer has float32 masters in any case",
     "fused_linear_logprob": "log-probs are computed in chunks in any case",
 }
@@ -252,8 +251,7 @@ class TrainingStrategy(OneProcess):
         self.train_batch_size = train_batch_size
         self.world_size = 1
         self.accumulated_gradient = train_batch_size // micro_train_batch_size
-        settings = PlacementConfig(cpu_offload=self.config.adam_offload)
-        self.inner = strategy_of(settings, _ranks())
+        self.inner = _placed(self.config)
         self.steps: dict[str, int] = {}
         self._states: dict[int, TrainState] = {}
         self.setup_distributed()
@@ -642,6 +640,22 @@ def get_fake_strategy(args: Any = None) -> TrainingStrategy:
 def is_engine(model: object) -> bool:
     """Return True if ``model`` is an inference engine, which can be woken up."""
     return hasattr(model, "wake_up")
+
+
+OFFLOADS = ("adam_offload", "fsdp_cpu_offload")
+"""Options that keep gradients and the optimizer in the memory of the CPU."""
+
+
+def _placed(config: StrategyOptions) -> Any:
+    """Return the strategy that the options of ``OFFLOADS`` select."""
+    ranks = _ranks()
+    named = [name for name in OFFLOADS if getattr(config, name)]
+    if named and not torch.accelerator.is_available():
+        raise ConfigError(
+            f"{named[0]} = True changes nothing on the CPU, whose memory holds all in any case; "
+            "leave it out"
+        )
+    return strategy_of(PlacementConfig(cpu_offload=bool(named)), ranks)
 
 
 def _ranks() -> Any:

@@ -298,3 +298,10 @@ def test_a_reward_model_gets_the_schedule_of_an_actor():
         info = strategy.optimizer_step(optimizer, model, scheduler)
         rates += [] if info is None else [info.lr]
     assert rates == pytest.approx([0.0, 0.05, 0.1, 0.055])
+
+
+@pytest.mark.parametrize("name", ["adam_offload", "fsdp_cpu_offload"])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has another memory")
+def test_offloading_where_there_is_one_memory_is_refused_by_its_own_name(name):
+    with pytest.raises(ConfigError, match=f"{name} = True changes nothing on the CPU"):
+        get_strategy(args(**{name: True}))
