@@ -88,8 +88,9 @@ def policy_row(algorithm: str, what: str) -> Row:
     return Row(algorithm, what, (command,), f"smollm2_{algorithm}")
 
 
-def round_row(name: str, what: str) -> Row:
-    return Row(name, what, (f"iterate recipes/smollm2/{name}.yaml",), f"smollm2_{name}")
+def round_row(name: str, what: str, model: str = "") -> Row:
+    more = f" model={model}" if model else ""
+    return Row(name, what, (f"iterate recipes/smollm2/{name}.yaml{more}",), f"smollm2_{name}")
 
 
 SUMS = "Sums and differences of two-digit numbers, of which 200 are held out."
@@ -119,7 +120,11 @@ PARTS = (
         (
             round_row("rejection_sampling", "SFT on right responses"),
             round_row("iterative_dpo", "DPO on pairs of right and wrong responses"),
-            round_row("iterative_kto", "KTO on all responses"),
+            round_row(
+                "iterative_kto",
+                "KTO on all responses, after a round of rejection sampling",
+                STARTED,
+            ),
         ),
     ),
     Part(
@@ -194,7 +199,7 @@ PARTS = (
                     "reward.models={runs}/smollm2_rm/model",
                 ),
                 "smollm2_rlhf",
-                also=("eval/terms/reward_model", "score"),
+                also=("eval/terms/preference", "score"),
             ),
         ),
     ),
@@ -251,7 +256,7 @@ def measured_in(row: Row, folder: Path) -> Line:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     keys = [row.metric, *([row.also[0]] if row.also else [])]
     rows = [one for one in map(json.loads, lines) if one.get(row.metric) is not None]
-    curve = [[one["step"], one["seconds"] / 60, *(one.get(key) for key in keys)] for one in rows]
+    curve = [[one["step"], one["seconds"] / 60, *(one[key] for key in keys)] for one in rows]
     last = rows[-1]
     low, high = (last.get(f"{row.metric}_{end}") for end in ("low", "high"))
     if low is None:

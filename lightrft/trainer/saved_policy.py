@@ -28,6 +28,7 @@ from lightrft.strategy.checkpoint import CheckpointStore
 from lightrft.strategy.manifest import MANIFEST, load_manifest, verify
 from lightrft.strategy.single import load_weights
 from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.cpu_memory import return_freed_memory
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.yaml_text import parse_yaml
 
@@ -258,6 +259,8 @@ def save_checked(
         ModelError: transformers reads another model, the folder reads media otherwise, or the
             adapters cannot be merged.
     """
+    # the check loads the model a second time, into what training has freed
+    return_freed_memory()
     with whole_folder(path) as temporary:
         save_model(actor, tokenizer, temporary, processor=processor, merge=merge)
         if merge:

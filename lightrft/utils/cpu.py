@@ -83,6 +83,13 @@ def keep_freed_memory() -> bool:
     return min(mallopt(name, size) for name, size in OPTIONS.items()) == 1
 
 
+def return_freed_memory() -> None:
+    """Return the memory that this process has freed to the system, where its C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def free_memory() -> int:
     """Return the available bytes of CPU memory, or 0 if the system does not report them."""
     file = Path("/proc/meminfo")

@@ -125,3 +125,28 @@ def test_tensors_reuse_freed_memory_unless_the_environment_sets_the_allocator() 
     _, many = outcome(keep=False)
     assert few < PAGES / 10 < many
     assert outcome(keep=True, MALLOC_TOP_PAD_="131072")[0] == "False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have another C library")
+def test_freed_memory_returns_to_the_system_on_demand() -> None:
+    code = """
+import ctypes, json, torch
+from lightrft.utils.cpu_memory import keep_freed_memory, return_freed_memory
+def private():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous"))
+keep_freed_memory()
+before = private()
+parts = [torch.ones(2**18) for _ in range(200)]
+del parts
+kept = private() - before
+return_freed_memory()
+print(json.dumps([kept, private() - before]))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    kept, left = json.loads(done.stdout)
+    assert kept > 150 * 2**20
+    assert left < 50 * 2**20
