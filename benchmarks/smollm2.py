@@ -189,7 +189,7 @@ PARTS = (
     Part(
         "PPO on this reward model",
         f"{SUMS} The policy learns from the scores alone, and starts after one round of "
-        "rejection sampling. Its accuracy is measured beside them.",
+        "rejection sampling. Its accuracy is measured too.",
         (
             Row(
                 "rlhf",

@@ -26,6 +26,10 @@ class SettingChange:
     value: Any
 
 
+def _allow(*_: object) -> None:
+    """Allow every action."""
+
+
 @dataclass(slots=True)
 class Requests:
     """Requests of callbacks to a run since its last step.
@@ -41,7 +45,7 @@ class Requests:
     """
 
     settings: Callable[[], Mapping[str, Any]] = dict
-    check: Callable[..., None] = lambda *_: None
+    check: Callable[..., None] = _allow
     missing: Mapping[str, str] = field(default_factory=dict)
     stop: str = ""
     save: bool = False
@@ -52,6 +56,10 @@ class Requests:
         """Forget what is done."""
         self.save = self.evaluate = False
         self.changes = {}
+
+    def let_go(self) -> None:
+        """Forget the run, whose models would stay in memory after its end."""
+        self.settings, self.check = dict, _allow
 
 
 class _Settings(HintedRow):
