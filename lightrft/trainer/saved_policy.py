@@ -28,7 +28,7 @@ from lightrft.strategy.checkpoint import CheckpointStore
 from lightrft.strategy.manifest import MANIFEST, load_manifest, verify
 from lightrft.strategy.single import load_weights
 from lightrft.utils.atomic_files import whole_folder
-from lightrft.utils.cpu_memory import return_freed_memory
+from lightrft.utils.cpu import return_freed_memory
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.yaml_text import parse_yaml
 

@@ -131,7 +131,7 @@ def test_tensors_reuse_freed_memory_unless_the_environment_sets_the_allocator() 
 def test_freed_memory_returns_to_the_system_on_demand() -> None:
     code = """
 import ctypes, json, torch
-from lightrft.utils.cpu_memory import keep_freed_memory, return_freed_memory
+from lightrft.utils.cpu import keep_freed_memory, return_freed_memory
 def private():
     lines = open("/proc/self/smaps_rollup").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous"))
