@@ -97,7 +97,11 @@ class Critic(Backbone):
         if saved.is_file():
             self.value_head.load_state_dict(load_file(saved))
             return
-        weight = reward_weight(path)
+        trusted = self.config.trust_remote_code
+        allowed = self.config.unproved_family
+        weight = reward_weight(
+            ModelConfig(path=str(path), trust_remote_code=trusted, unproved_family=allowed)
+        )
         if weight is not None:
             self.value_head.load_state_dict({"weight": weight})
 
@@ -137,18 +141,19 @@ class Critic(Backbone):
         return self.value_head(states).squeeze(-1)
 
 
-def reward_weight(path: str | Path) -> Tensor | None:
-    """Return the weight ``[1, H]`` of the reward head in folder ``path``; ``None`` without one.
+def reward_weight(config: ModelConfig) -> Tensor | None:
+    """Return the weight ``[1, H]`` of the reward head in the folder of ``config``, or ``None``.
 
     The deviation of the scores is divided out. Raises ``ModelError`` if the score is no linear
     function of the state of the last token.
     """
+    path = config.path
     if (Path(path).expanduser() / PROCESS_FILE).is_file():
         raise ModelError(
-            f"critic.path = {str(path)!r} holds a process reward model, whose head scores steps "
+            f"critic.path = {path!r} holds a process reward model, whose head scores steps "
             "alone; name a reward model with a linear head on the last token, or a language model"
         )
-    form = read_form(path) or read_other_form(ModelConfig(path=str(path)), None)
+    form = read_form(path) or read_other_form(config, None)
     if form is None:
         return None
     settings, head = form.settings, form.settings.heads[0]
@@ -163,7 +168,7 @@ def reward_weight(path: str | Path) -> Tensor | None:
         why = f"it scores the inner layer {settings.layer}"
     if why:
         raise ModelError(
-            f"critic.path = {str(path)!r} holds a reward model that cannot start a critic: {why}; "
+            f"critic.path = {path!r} holds a reward model that cannot start a critic: {why}; "
             "name a reward model with a linear head on the last token, or a language model"
         )
     weight = form.tensors[f"heads.{head.name}.layers.weight"]

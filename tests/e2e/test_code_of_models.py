@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.models import ActorVL, CriticVL
 from lightrft.models.families import UNREAD, family_of
 from lightrft.models.loading.from_pretrained import load_tokenizer, model_settings
 from lightrft.models.processors import load_processor
@@ -190,3 +191,25 @@ def test_code_without_methods_that_compute_features_reads_text_alone(coded: Path
     assert family_of(model_settings(config)).reader is None
     with pytest.raises(ModelError, match="has parts besides a language model"):
         load_processor(config, load_tokenizer(config))
+
+
+@torch.no_grad()
+def test_public_classes_run_the_code_of_a_folder_where_the_user_allows_it(
+    coded: Path, plain: Path
+) -> None:
+    made = AutoProcessor.from_pretrained(plain)(
+        images=[Image.fromarray(np.full((20, 30, 3), 90, np.uint8))],
+        text=["<image>what is it?"],
+        return_tensors="pt",
+    )
+    ids, mask, pixels = made["input_ids"], made["attention_mask"], made["pixel_values"]
+    for kind in (ActorVL, CriticVL):
+        with pytest.raises(ModelError, match="trust_remote_code"):
+            kind(str(coded), bf16=False)
+    actor = ActorVL(str(coded), bf16=False, trust_remote_code=True).eval()
+    assert type(actor.model).__name__ == "SeerForConditionalGeneration"
+    found = actor(ids, 3, mask, pixel_values=pixels)
+    expected = ActorVL(str(plain), bf16=False).eval()(ids, 3, mask, pixel_values=pixels)
+    assert torch.allclose(found, expected, atol=1e-5)
+    critic = CriticVL(str(coded), bf16=False, trust_remote_code=True)
+    assert critic(ids, 3, mask, pixel_values=pixels).shape == found.shape

@@ -148,6 +148,7 @@ class PublicActor(PublicModel):
         load_in_4bit: Load the weights quantised to 4 bits.
         disable_logprobs_flashattn: Not read: log-probs need no flash-attn.
         fused_linear_logprob: Not read: log-probs are computed in chunks in any case.
+        trust_remote_code: Run the code of the model folder. LightRFT runs it in any case.
 
     Raises:
         ModelError: The model cannot be loaded or adapted.
@@ -172,9 +173,11 @@ class PublicActor(PublicModel):
         load_in_4bit: bool = False,
         disable_logprobs_flashattn: bool = False,
         fused_linear_logprob: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         loader = ModelLoader(use_flash_attention_2, bf16, ds_config, device_map, load_in_4bit)
+        loader.trust(trust_remote_code)
         model, config = loader.model(pretrain_or_model)
         if lora_rank > 0:
             model = adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
@@ -352,6 +355,7 @@ class PublicCritic(PublicModel):
         device_map: Placement of the weights, passed to transformers.
         packing_samples: ``forward`` takes rows of several samples.
         load_in_4bit: Load the weights quantised to 4 bits.
+        trust_remote_code: Run the code of the model folder, see ``PublicActor``.
     """
 
     modality: ClassVar[ActorModality]
@@ -373,9 +377,11 @@ class PublicCritic(PublicModel):
         packing_samples: bool = False,
         *,
         load_in_4bit: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         loader = ModelLoader(use_flash_attention_2, bf16, ds_config, device_map, load_in_4bit)
+        loader.trust(trust_remote_code)
         model, config = loader.model(pretrain_or_model)
         if lora_rank > 0:
             model = adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
@@ -485,6 +491,11 @@ class ModelLoader:
 
             # while this object lives, transformers shards weights as it loads them (ZeRO stage 3)
             self.deepspeed = HfDeepSpeedConfig(ds_config)
+
+    def trust(self, allowed: bool) -> None:
+        """Run the code of a model folder if it is ``allowed``. No test knows its family."""
+        if allowed:
+            self.settings |= {"trust_remote_code": True, "unproved_family": "allow"}
 
     def model(self, source: str | nn.Module) -> tuple[nn.Module, ModelConfig]:
         """Return the model of ``source`` and its settings."""
