@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,8 +59,8 @@ class Requests:
         self.changes = {}
 
     def let_go(self) -> None:
-        """Forget the run, whose models would stay in memory after its end."""
-        self.settings, self.check = dict, _allow
+        """Forget the run, whose models would stay in memory after its end, and keep its values."""
+        self.settings, self.check = partial(dict, self.settings()), _allow
 
 
 class _Settings(HintedRow):

@@ -28,6 +28,8 @@ REWARDED = [
     "reward.terms=[varied.py:reward]",
     "reward.models=[]",
     "engine.kind=native",
+    "engine.tensor_parallel=1",
+    "engine.gpu_memory_utilization=null",
     "sampling.max_new_tokens=4",
     "rollout.prompts_per_step=2",
 ]

@@ -167,7 +167,7 @@ def genai_bench_video(folder: Path) -> Row:
         ratings = {"Pika_v1": [4, 4, 5], "Gen2": [2, 3, 1]}
         rows[f"{i:05d}"] = {"prompt": f"boat {i}", "models": ratings}
     return {
-        "path": f"{PAIRS}.video_preferences:genai_bench_video_pairs",
+        "path": f"{PAIRS}.media_preferences:genai_bench_video_pairs",
         "options": {"path": str(array(rows, folder / "genai_video"))},
         "reader": "genai_bench_video",
         "reader_options": {"root": str(folder)},

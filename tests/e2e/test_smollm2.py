@@ -32,9 +32,8 @@ FEW = {
 """Settings that make two short steps of each verb."""
 CHAINS = (
     ("grpo",),
-    ("rejection_sampling", "rm", "grm", "rlhf"),
+    ("rejection_sampling", "rm", "grm", "rlhf", "iterative_kto"),
     ("iterative_dpo",),
-    ("iterative_kto",),
     ("sft",),
     ("distill",),
 )
