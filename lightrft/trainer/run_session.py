@@ -569,3 +569,5 @@ def open_session(
             if run.overwrite and session.saved_step is not None:
                 error.args = (without_overwrite(str(error)),)
             raise
+        finally:
+            session.requests.let_go()

@@ -312,7 +312,6 @@ def run_training(
         finally:
             session.hub.close()
             run.close()
-            session.requests.let_go()
 
 
 def resume_from_checkpoint(run: TrainingRun, checkpoint: Path | None = None) -> None:
