@@ -24,7 +24,34 @@ def counts_of(scorer: RewardScorer) -> dict[str, int]:
     return {name: int(count) for name, count in scorer.take_counts().items()}
 
 
-class CollectingScorer:
+class WrappingScorer:
+    """A scorer over another one, which answers for all but the results.
+
+    Args:
+        inner: Scores responses first.
+    """
+
+    def __init__(self, inner: RewardScorer) -> None:
+        self.inner = inner
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """See ``RewardScorer.check_sources``."""
+        self.inner.check_sources(sources)
+
+    def submit(self, rollout: Rollout) -> None:
+        """See ``RewardScorer.submit``."""
+        self.inner.submit(rollout)
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``HasEventCounts``. The counts are those of ``inner``."""
+        return counts_of(self.inner)
+
+    def close(self) -> None:
+        """See ``RewardScorer.close``."""
+        self.inner.close()
+
+
+class CollectingScorer(WrappingScorer):
     """A scorer that collects the responses of another scorer, and scores them together.
 
     Args:
@@ -40,19 +67,11 @@ class CollectingScorer:
     events: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, inner: RewardScorer, budget: int | None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.budget = budget
         self.counts: Counter[str] = Counter(dict.fromkeys(self.events, 0))
         self._waiting: list[Rollout] = []
         self._tokens = 0
-
-    def check_sources(self, sources: Iterable[str]) -> None:
-        """See ``RewardScorer.check_sources``."""
-        self.inner.check_sources(sources)
-
-    def submit(self, rollout: Rollout) -> None:
-        """See ``RewardScorer.submit``."""
-        self.inner.submit(rollout)
 
     def results(self, wait: bool) -> Iterator[Rollout]:
         """See ``RewardScorer.results``."""
@@ -72,12 +91,8 @@ class CollectingScorer:
         """See ``HasEventCounts``. The counts of ``inner`` are among them."""
         found, self.counts = self.counts, Counter(dict.fromkeys(self.events, 0))
         # Scorers by models of several kinds count some events by the same name.
-        found.update(counts_of(self.inner))
+        found.update(super().take_counts())
         return dict(found)
-
-    def close(self) -> None:
-        """See ``RewardScorer.close``."""
-        self.inner.close()
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """Add terms to the rewards of ``rollouts``, or fail them."""
@@ -126,7 +141,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> Batch:
     )
 
 
-class CombiningScorer:
+class CombiningScorer(WrappingScorer):
     """A scorer that combines the terms of another scorer, see ``reward.gates`` and ``combine``.
 
     Args:
@@ -141,7 +156,7 @@ class CombiningScorer:
     def __init__(
         self, inner: RewardScorer, config: RewardConfig, models: Iterable[str] = ()
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.config = config
         names = {*models, *(judge.name for judge in config.judges)}
         for terms in (config.terms, *config.per_source.values()):
@@ -155,28 +170,12 @@ class CombiningScorer:
                         f"{did_you_mean(name, names)}; the terms: {', '.join(sorted(names))}"
                     )
 
-    def check_sources(self, sources: Iterable[str]) -> None:
-        """See ``RewardScorer.check_sources``."""
-        self.inner.check_sources(sources)
-
-    def submit(self, rollout: Rollout) -> None:
-        """See ``RewardScorer.submit``."""
-        self.inner.submit(rollout)
-
     def results(self, wait: bool) -> Iterator[Rollout]:
         """See ``RewardScorer.results``."""
         for rollout in self.inner.results(wait):
             if not rollout.failed and rollout.reward is not None:
                 self._combine(rollout)
             yield rollout
-
-    def take_counts(self) -> dict[str, int]:
-        """See ``HasEventCounts``."""
-        return counts_of(self.inner)
-
-    def close(self) -> None:
-        """See ``RewardScorer.close``."""
-        self.inner.close()
 
     def _combine(self, rollout: Rollout) -> None:
         """Set the reward and the weights of ``rollout``."""
